@@ -25,7 +25,10 @@ class Card:
     capability: tuple[int, int]
 
 
-CARDS = {card.name: card for card in (Card("A100", (8, 0)), Card("L40S", (8, 9)), Card("H100", (9, 0)))}
+CARDS = {
+    card.name: card
+    for card in (Card("A100", (8, 0)), Card("L40S", (8, 9)), Card("H100", (9, 0)), Card("B200", (10, 0)))
+}
 _played = [CARDS["H100"]]
 
 
@@ -36,7 +39,7 @@ def card() -> Card:
 @contextlib.contextmanager
 def played(name: str) -> Iterator[Card]:
     """Emulate another card inside the context, for rules that depend on the card. FP8 buffers stay the buffers of an
-    H100.
+    H100, except for MXFP8.
     """
     _played.append(CARDS[name])
     _forget()
@@ -48,10 +51,15 @@ def played(name: str) -> Iterator[Card]:
 
 
 def _forget() -> None:
-    """Clear TE's cache of the card's capability."""
+    """Clear TE's caches of the card's capability, and of its support for MXFP8."""
     utils: Any = sys.modules.get("transformer_engine.pytorch.utils")
+    quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
     if utils is not None:
         utils._get_device_compute_capability.cache_clear()
+    if hasattr(quantization, "_MXFP8_SUPPORT"):
+        quantization._MXFP8_SUPPORT = None
+    elif quantization is not None:
+        quantization.check_mxfp8_support.cache_clear()
 
 
 def put_up() -> None:

@@ -2,7 +2,7 @@
 
 The bits equal the bits of the real kernels: the scale is fp32, the product saturates and rounds to nearest even.
 Quantization fills the buffers that a Hopper card fills: its FP8 products are TN only, so "column-wise" data is a
-transposed copy.
+transposed copy. Only MXFP8 has the buffers of a Blackwell card.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.te_on_cpu.emulated_te.extension.common import check, is_plain, transp
 from tests.te_on_cpu.emulated_te.extension.names import TORCH_OF, DType
 
 F32_MAX = torch.finfo(torch.float32).max
-KINDS = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
+KINDS = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer")
 
 
 def cast(values: torch.Tensor, scale: torch.Tensor, fp8: DType) -> torch.Tensor:
@@ -45,7 +45,7 @@ def scale_of(amax: torch.Tensor, fp8: DType, pow_2: bool, epsilon: float, at_inf
 
 
 def kind_of(quantizer: Any) -> str:
-    """Return the name of a quantizer's class. Raise NotImplementedError for MXFP8 and NVFP4."""
+    """Return the name of a quantizer's class. Raise NotImplementedError for NVFP4."""
     name = type(quantizer).__name__
     if name not in KINDS:
         raise NotImplementedError(f"quantization by {name} is not emulated")
@@ -63,6 +63,10 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
         from tests.te_on_cpu.emulated_te.extension.blocks import quantize_blocks
 
         return quantize_blocks(tensor, quantizer, output)
+    if kind == "MXFP8Quantizer":
+        from tests.te_on_cpu.emulated_te.extension.micro_blocks import quantize_micro_blocks
+
+        return quantize_micro_blocks(tensor, quantizer, output)
     check(quantizer.rowwise_usage or quantizer.columnwise_usage, "Invalid usages for Float8Quantizer.")
     x = tensor.detach().contiguous()
     if kind == "Float8Quantizer":
@@ -117,7 +121,11 @@ def _filled(x: torch.Tensor, quantizer: Any, scale: torch.Tensor, output: Any) -
 
 
 def dequantize(input: Any, otype: DType) -> torch.Tensor:
-    """Return the values of per-tensor FP8. TE's Python dequantizes blocks."""
+    """Return the values of per-tensor FP8 and MXFP8. TE's Python dequantizes blocks of 128."""
+    if not hasattr(input, "_data"):
+        from tests.te_on_cpu.emulated_te.extension.micro_blocks import dequantize_micro_blocks
+
+        return dequantize_micro_blocks(input, otype)
     data = input._data
     if data is None:
         check(input._transpose is not None and not input._transpose_invalid, "tensor has no data")

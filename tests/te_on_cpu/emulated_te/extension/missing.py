@@ -27,11 +27,11 @@ NAMES = """
     ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch
     ep_zero_copy_supported fused_moe_aux_loss_fwd_graph_safe fused_topk_with_score_function_qb_fwd
     get_device_pointer_for_data_and_scales get_grouped_gemm_setup_workspace_size glu group_quantize
-    group_requantize_inplace grouped_mlp_experimental grouped_swizzle_for_gemm multi_tensor_scale_tensor
+    group_requantize_inplace grouped_mlp_experimental grouped_swizzle_for_gemm
     multi_tensor_swizzle_scales_for_gemm_unchecked_ multi_tensor_transpose_to_bhsd newton_schulz
     nvfp4_2d_multi_tensor_transpose nvfp4_2d_scale_transpose nvfp4_compute_global_scale nvfp4_data_transpose
     nvfp4_group_quantize_with_amax nvfp4_multi_tensor_2d_partial_cast nvfp4_multi_tensor_compute_partial_amax
-    nvfp4_multi_tensor_fused_scale nvfp4_quantize_with_amax NVTEQBHistogramMode NVTERoutingMapFormat
+    nvfp4_multi_tensor_fused_scale nvfp4_quantize_with_amax
     scaled_clamped_dswiglu scaled_clamped_swiglu scaled_dsituglu scaled_dsrelu scaled_dswiglu scaled_situglu
     scaled_srelu scaled_swiglu situglu splits_to_offsets splits_to_offsets_multi swizzle_scales_for_gemm_
     te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.te_on_cpu.emulated_te.extension import micro_blocks
 from tests.te_on_cpu.emulated_te.extension.casts import quantize, value_of
 from tests.te_on_cpu.emulated_te.extension.common import BLOCK, check, is_plain, num_blocks
 from tests.te_on_cpu.emulated_te.extension.names import TORCH_OF, DType
@@ -144,13 +145,18 @@ def _check_kinds(a: str, b: str) -> None:
 def _operand(x: Any, name: str, *, is_columnwise: bool) -> tuple[torch.Tensor, str]:
     """Return the fp32 values [rows, cols] that a product reads, and the kind of scaling.
 
-    With `is_columnwise` it reads the transposed copy, because cuBLASLt on Hopper multiplies FP8 in TN form only.
+    With `is_columnwise` it reads the transposed copy, because cuBLASLt on Hopper multiplies FP8 in TN form only. MXFP8
+    is multiplied on Blackwell in any form; its column-wise copy has the tensor's shape.
     """
     if is_plain(x):
         return x.reshape(-1, x.shape[-1]).float(), "none"
-    return (
-        _scaled_by_tensor(x, name, is_columnwise) if hasattr(x, "_data") else _scaled_by_block(x, name, is_columnwise)
-    )
+    if hasattr(x, "_data"):
+        return _scaled_by_tensor(x, name, is_columnwise)
+    if hasattr(x, "_is_2D_scaled"):
+        return _scaled_by_block(x, name, is_columnwise)
+    side = "columnwise" if is_columnwise else "rowwise"
+    check(getattr(x, f"_{side}_data") is not None, f"Input {name} is missing {side.removesuffix('wise')}-wise usage")
+    return micro_blocks.values_of(x, side), "MX"
 
 
 def _scaled_by_tensor(x: Any, name: str, is_columnwise: bool) -> tuple[torch.Tensor, str]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from tests.te_on_cpu.emulated_te.extension import attention, names
+import torch
+
+from tests.te_on_cpu.emulated_te.extension import attention, names, optimizers
+from tests.te_on_cpu.emulated_te.extension.common import check
 
 
 def enum_with(before: Any, name: str, *added: str, module: str = __name__) -> Any:
@@ -78,6 +81,14 @@ def fused_attn_bwd(
     head = (max_q, max_kv, scale, dropout, set_zero, layout, bias_type, mask, softmax, window, deterministic)
     dtype = names.DType.kBFloat16  # not read
     return attention.fused_attn_bwd(*head, cu_q, cu_kv, q, k, v, o, d_o, fake_dtype, dtype, *others)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, noop: torch.Tensor, lists: optimizers.Lists, scale: torch.Tensor
+) -> None:
+    """Scale by a number on the device, such as a clipped norm's factor."""
+    check(scale.dtype is torch.float32 and scale.numel() == 1, "scale must be one float")
+    optimizers.multi_tensor_scale(chunk_size, noop, lists, float(scale))
 
 
 def _check_format(layout: Any, form: Any) -> None:

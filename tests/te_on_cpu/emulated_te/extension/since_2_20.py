@@ -14,41 +14,17 @@ import torch
 from tests.te_on_cpu.emulated_te.extension import attention, context, names, since_2_16
 from tests.te_on_cpu.emulated_te.extension.common import check
 
-# TE's Python has a copy of these enums, and checks at import that it knows all members.
-DType = IntEnum(
-    "DType",
-    {
-        member: int(names.DType[member])
-        for member in [
-            "kByte",
-            "kInt32",
-            "kFloat32",
-            "kFloat16",
-            "kBFloat16",
-            "kFloat8E4M3",
-            "kFloat8E5M2",
-            "kFloat4E2M1",
-        ]
-    },
-    module=__name__,
-)
-NVTE_Fused_Attn_Backend = IntEnum(
-    "NVTE_Fused_Attn_Backend",
-    {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
-    module=__name__,
-)
+_TYPES = "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
+_BACKENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+_SCALINGS = "DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING"
+# TE's Python has copies of the first two enums, and checks at import that it knows all members.
+DType = IntEnum("DType", {name: int(names.DType[name]) for name in _TYPES.split()}, module=__name__)
+NVTE_Fused_Attn_Backend = IntEnum("NVTE_Fused_Attn_Backend", _BACKENDS, module=__name__)
 NVTEScalingMode = IntEnum(
-    "NVTEScalingMode",
-    {
-        "NVTE_DELAYED_TENSOR_SCALING": 0,
-        "NVTE_MXFP8_1D_SCALING": 1,
-        "NVTE_BLOCK_SCALING_1D": 2,
-        "NVTE_BLOCK_SCALING_2D": 3,
-        "NVTE_NVFP4_1D_SCALING": 4,
-        "NVTE_INVALID_SCALING": 100,
-    },
-    module=__name__,
+    "NVTEScalingMode", {f"NVTE_{name}": i for i, name in enumerate(_SCALINGS.split())}, module=__name__
 )
+NVTERoutingMapFormat = IntEnum("NVTERoutingMapFormat", {"BYTEMAP": 0, "BITMAP_U8": 1}, module=__name__)
+NVTEQBHistogramMode = IntEnum("NVTEQBHistogramMode", {"TWO_KERNEL": 0, "FUSED_ATOMIC": 1}, module=__name__)
 NVTE_QKV_Layout = since_2_16.enum_with(
     since_2_16.NVTE_QKV_Layout, "NVTE_QKV_Layout", "NVTE_QKV_Layout_NOT_SET", module=__name__
 )
