@@ -8,6 +8,7 @@ so the functions also run on fake tensors. Not emulated: tokens in FP8, and weig
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,19 @@ def install() -> None:
         make_chunk_sort_map,
         sort_chunks_by_map,
     ):
-        assert hasattr(kernels, function.__name__)
-        setattr(kernels, function.__name__, function)
+        takes_padding = "pad_offsets" in getattr(kernels, function.__name__).__code__.co_varnames  # since TE 2.13
+        setattr(kernels, function.__name__, _without_padding(function) if takes_padding else function)
+
+
+def _without_padding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with the argument pad_offsets in the fifth place."""
+
+    def padded(*args: Any) -> Any:
+        if args[4] is not None:
+            raise NotImplementedError("the permutation with padding per expert is not emulated")
+        return function(*args[:4], *args[5:])
+
+    return padded
 
 
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
