@@ -325,8 +325,8 @@ class PrecisionConfig(Section):
                 )
         if self.fp8_parameters and self.fp8_recipe == "mxfp8":
             yield (
-                "precision.fp8_parameters=true: Megatron's data parallelism cannot hold weights of fp8_recipe='mxfp8'"
-                " in FP8; leave fp8_parameters out, or use blockwise or tensorwise"
+                "precision.fp8_parameters=true: must not be set with fp8_recipe='mxfp8', whose weights stay in bf16;"
+                " leave fp8_parameters out, or use blockwise or tensorwise"
             )
         if self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
             yield (

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -27,6 +30,7 @@ from grpo_mega.weights.spec import ModelShape
 
 CHECKED_LENGTHS = (1, 5, 63, 129, 200)  # tokens of the samples that check_attention packs
 ALLOWED_ERROR = 0.02  # relative to a tensor's norm; rounding to bf16 gives 0.003
+attention_notes: dict[str, None] = {}  # lines for the run's log if Transformer Engine chose an attention that is slow
 
 
 def in_use(device: Device) -> Kernels:
@@ -116,7 +120,8 @@ def attention_errors(
     )
     longest = max(CHECKED_LENGTHS)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*inputs, cu_seqlens_q=cuts, cu_seqlens_kv=cuts, max_seqlen_q=longest, max_seqlen_kv=longest)
+    with _explained(f"heads of {size} in {str(dtype).removeprefix('torch.')}"):
+        out = attend(*inputs, cu_seqlens_q=cuts, cu_seqlens_kv=cuts, max_seqlen_q=longest, max_seqlen_kv=longest)
     out.backward(upstream.flatten(1))
     exact = [x.float().requires_grad_() for x in (q, k, v)]
     samples = [[x[start:end] for x in exact] for start, end in pairwise(cuts.tolist())]
@@ -125,6 +130,38 @@ def attention_errors(
     pairs: dict[str, tuple[Any, Any]] = {"output": (out.view_as(upstream), expected)}
     pairs |= {f"gradient of {n}": (x.grad, y.grad) for n, x, y in zip("qkv", inputs, exact, strict=True)}
     return {name: ((found - right).norm() / right.norm()).item() for name, (found, right) in pairs.items()}
+
+
+@contextmanager
+def _explained(heads: str) -> Iterator[None]:
+    """Note or raise why Transformer Engine refuses its fast attention. It logs the reasons only for debugging."""
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import AttentionLogging
+
+    lines: list[str] = []
+    collector, logger = logging.Handler(), logging.getLogger("DotProductAttention")
+    collector.emit = lambda record: lines.append(record.getMessage().rstrip("."))  # type: ignore[method-assign]
+    before = AttentionLogging._log_level, logger.handlers, logger.propagate
+    AttentionLogging._log_level, logger.handlers, logger.propagate = logging.DEBUG, [collector], False
+    try:
+        yield
+    except ValueError as error:
+        if "attention backend" not in str(error):
+            raise
+        raise ConfigError(
+            f"Transformer Engine has no attention for {heads} on this card ({_reasons(lines)});"
+            " pip uninstall transformer-engine to train with Megatron's local layers"
+        ) from None
+    finally:
+        AttentionLogging._log_level, logger.handlers, logger.propagate = before
+        logger.setLevel(before[0])
+    if any(line.startswith("Selected backend = Unfused") for line in lines):
+        attention_notes[
+            f"attention: Transformer Engine's unfused one, which stores every score, for {heads} ({_reasons(lines)})"
+        ] = None
+
+
+def _reasons(lines: list[str]) -> str:
+    return "; ".join(dict.fromkeys(line for line in lines if line.startswith("Disabling FusedAttention")))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 
-from grpo_mega.planner.activations import activations
+from grpo_mega.planner.activations import KEPT_BYTES, activations
 from grpo_mega.planner.job import GIB, Figures, PlannedJob, TracedNumber, Trust, figure, product, total
 from grpo_mega.planner.state import FP32, State, Storage, elements_of, stage_state
 from grpo_mega.rollout.routes import RouterSizes
@@ -176,6 +176,7 @@ def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     vocab, hidden, tp = setup.shape.vocab, setup.shape.hidden, setup.layout.tp
     ends = int(pp_rank == 0) + int(pp_rank == pp - 1)  # embedding and output layer stay in bf16
     copies, label = 1 if precision.fp8_parameters else 2, "fp8 copies of weights"
+    copies *= KEPT_BYTES[precision.fp8_recipe] if precision.fp8_recipe == "mxfp8" else 1  # with the blocks' scales
     return [figure(label, lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp), trust="unproven")]
 
 

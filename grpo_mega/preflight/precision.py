@@ -57,13 +57,14 @@ class Needs:
     card: str
     length_multiple: int  # tokens per tensor-parallel rank in a micro-batch are padded to this multiple
     cuda: Version = (12, 0)  # first CUDA with the recipe's matrix products
+    end: Version = (99, 0)  # first compute capability without the recipe
 
 
 RECIPES = {
     "delayed": Needs((1, 0), (8, 9), "an L40, H100, H200 or later", 16),
     "tensorwise": Needs((2, 2), (8, 9), "an L40, H100, H200 or later", 16),
     "blockwise": Needs((2, 3), (9, 0), "an H100, H200 or later", BLOCK, (12, 9)),
-    "mxfp8": Needs((2, 1), (10, 0), "a B200 or later", 32),
+    "mxfp8": Needs((2, 1), (10, 0), "a B200, GB200 or B300", 32, (12, 8), (11, 0)),
 }
 
 
@@ -244,8 +245,8 @@ def card_problems(precision: PrecisionConfig, capability: Version | None, name: 
     needs = RECIPES[precision.fp8_recipe]
     if capability is None:
         yield f"precision.fp8={precision.fp8!r} needs a GPU, and this run is on a CPU; leave precision.fp8 out"
-    elif capability < needs.capability:
-        possible = _recipes(lambda other: other.capability <= capability)
+    elif not needs.capability <= capability < needs.end:
+        possible = _recipes(lambda other: other.capability <= capability < other.end)
         yield f"precision.fp8_recipe={precision.fp8_recipe!r} needs {needs.card}, found {name}; " + (
             f"use {possible}" if possible else "leave precision.fp8 out"
         )
@@ -274,13 +275,26 @@ def bf16_layer_problems(precision: PrecisionConfig, layout: LayoutConfig, num_la
 
 
 def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
-    """Yield problems if blocks of 128 would span tensor-parallel ranks, or would be cut short by the ranks' gather."""
-    if precision.fp8 is None or precision.fp8_recipe != "blockwise":
+    """Yield problems if blocks would span tensor-parallel ranks, or would be cut short by the ranks' gather.
+
+    In blocks of 32 every width must be a multiple of 32.
+    """
+    recipe = precision.fp8_recipe
+    if precision.fp8 is None or recipe not in ("blockwise", "mxfp8"):
         return
-    if layout.sequence_parallel and shape.hidden % BLOCK:
+    block = RECIPES[recipe].length_multiple
+    widths = {"hidden": shape.hidden, "query latent": shape.q_lora, "key latent": shape.kv_lora}
+    for name, width in widths.items():
+        if recipe == "mxfp8" and width % block:
+            yield (
+                f"precision.fp8_recipe='mxfp8': must have a {name} size that {block} divides, found {width}; use"
+                " another recipe, such as tensorwise"
+            )
+            return
+    if layout.sequence_parallel and shape.hidden % block:
         yield (
-            f"layout.sequence_parallel=true: must have a hidden size that {BLOCK} divides with"
-            f" precision.fp8_recipe='blockwise', found {shape.hidden}; leave it out, or use another recipe, such as"
+            f"layout.sequence_parallel=true: must have a hidden size that {block} divides with"
+            f" precision.fp8_recipe={recipe!r}, found {shape.hidden}; leave it out, or use another recipe, such as"
             " tensorwise"
         )
     sizes = [(shape.q, "rows of the queries")]
@@ -292,20 +306,20 @@ def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: Mode
         sizes.append((shape.shared_ffn, "rows of the shared experts"))
     if not shape.num_experts or shape.num_dense > precision.first_layers_bf16:
         sizes.append((shape.ffn, "rows of the MLP"))
-    legal = [str(tp) for tp in (1, 2, 4, 8) if all(size % (BLOCK * tp) == 0 for size, _ in sizes)]
+    legal = [str(tp) for tp in (1, 2, 4, 8) if all(size % (block * tp) == 0 for size, _ in sizes)]
     cut = [("tp", layout.tp, size, rows) for size, rows in sizes]
     if shape.num_experts:
         cut.append(("etp", layout.etp, shape.moe_ffn, "rows of an expert"))
     for axis, parts, size, rows in cut:
-        if size % (BLOCK * parts) == 0:
+        if size % (block * parts) == 0:
             continue
-        blocks = f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
+        blocks = f"{size} / {block} = {size // block} blocks" if size % block == 0 else f"no whole blocks of {block}"
         other = f"layout.tp={' or '.join(legal)}, or " if legal and axis == "tp" else ""
         if rows == "rows of the MLP" and shape.num_experts:
             other += f"precision.first_layers_bf16={shape.num_dense}, or "
         yield (
             f"layout.{axis}={parts} cuts the {size} {rows} ({blocks}) inside a block of"
-            f" precision.fp8_recipe='blockwise'; use {other}another recipe, such as tensorwise"
+            f" precision.fp8_recipe={recipe!r}; use {other}another recipe, such as tensorwise"
         )
         return  # one remedy fixes all sizes
 

@@ -26,7 +26,7 @@ from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
 from grpo_mega.formats.detect import Manifest, read_manifest
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
 from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
@@ -425,7 +425,8 @@ def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
         changes = adopt(config)
     log = open_run_log(config, runtime.rank)
     log.message(f"versions: set {installed_set().record}")
-    for message in (in_use(runtime.device).line(), describe(), changed_settings(config), *notes, *changes):
+    kernels = (in_use(runtime.device).line(), *attention_notes)
+    for message in (*kernels, describe(), changed_settings(config), *notes, *changes):
         log.message(message)
     return log
 

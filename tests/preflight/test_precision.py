@@ -94,7 +94,9 @@ def test_a_present_transformer_engine_and_card_are_taken(recipe: str) -> None:
         ("tensorwise", None, "a CPU", "needs a GPU, and this run is on a CPU"),
         ("tensorwise", (8, 0), "A100", "needs an L40, H100, H200 or later, found A100; leave precision.fp8 out"),
         ("blockwise", (8, 9), "L40", "needs an H100, H200 or later, found L40; use delayed or tensorwise$"),
-        ("mxfp8", (9, 0), "H200", "needs a B200 or later, found H200; use delayed or tensorwise or blockwise$"),
+        ("mxfp8", None, "a CPU", "precision.fp8='hybrid' needs a GPU, and this run is on a CPU; leave"),
+        ("mxfp8", (9, 0), "H200", "needs a B200, GB200 or B300, found H200; use delayed or tensorwise or blockwise$"),
+        ("mxfp8", (12, 0), "RTX 5090", "found RTX 5090; use delayed or tensorwise or blockwise$"),
     ],
 )
 def test_a_card_without_the_recipe_is_named_with_those_that_it_has(
@@ -186,6 +188,31 @@ def test_blocks_that_would_straddle_ranks_are_refused() -> None:
         raise_all(block_problems(precision(), LayoutConfig(tp=1), replace(LLAMA_70B, ffn=300)))
 
 
+def test_blocks_of_32_that_straddle_ranks_or_have_no_whole_width_are_refused() -> None:
+    mxfp8 = precision("mxfp8")
+    raise_all(block_problems(mxfp8, LayoutConfig(tp=4, sequence_parallel=True), QWEN_72B))
+    for shape, tp, line in (
+        (
+            QWEN_72B,
+            8,
+            r"layout.tp=8 cuts the 29568 rows of the MLP \(29568 / 32 = 924 blocks\) inside .*'mxfp8'",
+        ),
+        (
+            replace(LLAMA_70B, hidden=8200),
+            1,
+            "'mxfp8': must have a hidden size that 32 divides, found 8200; use",
+        ),
+        (replace(LLAMA_70B, kv_lora=520), 1, "must have a key latent size that 32 divides, found 520; use another"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            raise_all(block_problems(mxfp8, LayoutConfig(tp=tp), shape))
+
+
+def test_nvfp4_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"precision.fp8_recipe='nvfp4': must be .*'mxfp8'; use one of them"):
+        validate(RAW | {"precision": {"fp8": "e4m3", "fp8_recipe": "nvfp4"}})
+
+
 def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None:
     """Transformer Engine asserts it in the first forward pass."""
     odd = replace(LLAMA_70B, hidden=8200)
@@ -225,7 +252,7 @@ def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None
         (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_parameters": True, "fp8_reference": True},
             "bfloat16",
-            "precision.fp8_parameters=true: .*'mxfp8' in FP8; leave fp8_parameters out, or use blockwise",
+            "precision.fp8_parameters=true: .*'mxfp8', whose weights stay in bf16; leave fp8_parameters out, or use",
         ),
         ({"fp8_amax_history_len": 16}, "bfloat16", "precision.fp8_amax_history_len=16 needs precision.fp8; set it"),
         (

@@ -120,3 +120,35 @@ def test_wrong_attention_is_refused_before_a_model_is_built(part: int, monkeypat
             loaded_kernels.check_attention(shape, torch.bfloat16, device)
     finally:
         loaded_kernels.attention_errors.cache_clear()
+
+
+def check_heads(size: int, dtype: torch.dtype, card: str) -> None:
+    shape = ModelShape("qwen2", 2, 64, 128, 6, 2, size, 304, False)
+    loaded_kernels.attention_errors.cache_clear()
+    loaded_kernels.attention_notes.clear()
+    with machine.played(card):
+        loaded_kernels.check_attention(shape, dtype, Device("cpu", torch.device("cpu")))
+
+
+def test_the_reason_is_shown_where_fused_attention_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """Versions before 2.20 give no reason, and those before 2.11 have no other attention for packed samples."""
+    version = Version(transformer_engine.__version__)
+    reason = "a head dimension is above 128" if version >= Version("2.20") else "Disabling FusedAttention"
+    check_heads(24, torch.bfloat16, "B200")
+    assert not loaded_kernels.attention_notes
+    if version < Version("2.11"):
+        with pytest.raises(ConfigError, match=f"no attention for heads of 160 in bfloat16 .*{reason}.*; pip uninstall"):
+            check_heads(160, torch.bfloat16, "B200")
+    else:
+        check_heads(160, torch.bfloat16, "B200")
+        [note] = loaded_kernels.attention_notes
+        assert "stores every score, for heads of 160 in bfloat16" in note and reason in note
+    assert "Disabling" not in "".join(capfd.readouterr())
+
+
+def test_no_attention_at_all_is_one_line_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    with pytest.raises(
+        ConfigError, match=r"no attention for heads of 24 in float32 on this card .*Disabling Fused.*; pip"
+    ):
+        check_heads(24, torch.float32, "H100")

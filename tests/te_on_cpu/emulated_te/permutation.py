@@ -26,7 +26,7 @@ def install() -> None:
         make_chunk_sort_map,
         sort_chunks_by_map,
     ):
-        takes_padding = "pad_offsets" in getattr(kernels, function.__name__).__code__.co_varnames  # since TE 2.13
+        takes_padding = "pad_offsets" in getattr(kernels, function.__name__).__code__.co_varnames  # since TE 2.12
         setattr(kernels, function.__name__, _without_padding(function) if takes_padding else function)
 
 
