@@ -24,7 +24,10 @@ ROOT, HERE = launcher.ROOT, Path(__file__).parent
 GPU = ROOT / "tests" / "gpu"
 OLDEST = launcher.OTHERS[-1]
 EVERY_VERSION = (
-    *(HERE / f"test_{name}.py" for name in ("attention_backends", "context", "extension", "modules", "optimizers")),
+    *(
+        HERE / f"test_{name}.py"
+        for name in ("attention_backends", "context", "extension", "modules", "mxfp8", "optimizers")
+    ),
     f"{GPU / 'test_checkpoint.py'}::test_a_restored_policy_continues_like_the_saved_one",
     GPU / "test_recompute.py",
     f"{GPU / 'test_fp8.py'}::test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8",
