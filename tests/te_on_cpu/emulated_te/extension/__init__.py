@@ -1,9 +1,9 @@
-"""`transformer_engine_torch`, the compiled extension of Transformer Engine 2.9 to 2.11, emulated in plain torch on a
-CPU.
+"""`transformer_engine_torch`, the compiled extension of Transformer Engine, emulated in plain torch on a CPU.
 
-Like csrc at v2.11: names, argument order, the buffers that exist after quantization (on a Hopper card), layouts of
-scales, bits of FP8 casts, and errors for inputs that cuBLASLt, cuDNN or a kernel refuses. Different: the order of
-additions, roundings inside kernels, speed. Any other attribute raises NotImplementedError with its name.
+Like csrc at v2.11, with the changes of v2.16 and v2.20 in separate modules: names, argument order, the buffers that
+exist after quantization (on a Hopper card, of MXFP8 on a Blackwell card), layouts of scales, bits of FP8 casts, and
+errors for inputs that cuBLASLt, cuDNN or a kernel refuses. Different: the order of additions, roundings inside kernels,
+speed. Any other attribute raises NotImplementedError with its name.
 """
 
 from __future__ import annotations
