@@ -17,11 +17,7 @@ case "$*" in
     *version_info*) echo {version} ;;
     "-m venv "*) mkdir -p "$3/bin" && cat "$0" > "$3/bin/python" && {chmod} +x "$3/bin/python" ;;
     "-m pip "*) echo "{version} $*" >> "{folder}/calls" ;;
-    *)
-        echo "{version} $*" >> "{folder}/programs"
-        for word in "$@"; do [[ "$word" != run_dir=* ]] || mkdir -p "${{word#run_dir=}}/checkpoints"; done
-        echo "the checkpoint is from versions of set one, and this is set two; rounding may differ"
-        ;;
+    *) echo "{version} $*" >> "{folder}/programs" ;;
 esac
 """
 
@@ -150,10 +146,11 @@ def test_set_two_has_an_environment_of_its_own_and_continues_set_one(tmp_path: P
     assert [call.partition(" ")[0] for call in calls] == ["3.11", "3.12", "3.12", "3.12"]
     assert (tmp_path / ".venv/.installed").exists() and (tmp_path / ".venv-two/.installed-sglang").exists()
     programs = (tmp_path / "programs").read_text().splitlines()
-    words = ("tiny_random_model", "/one", "installed_set", "/two --resume", "read_end", "tests/sglang", "--short")
+    words = ("/kinds one", "installed_set", "/kinds two one", "/kinds back two", "tests/sglang", "--short")
     places = [next(i for i, line in enumerate(programs) if word in line) for word in words]
     assert places == sorted(places) and len(set(places)) == len(places), programs
-    assert all(line.startswith("3.11 ") == (i < places[2]) for i, line in enumerate(programs)), programs
+    firsts = [line for line in programs if line.startswith("3.11 ")]
+    assert firsts == [programs[places[0]], programs[places[3]]], programs
 
 
 def test_a_machine_without_python_3_12_says_that_set_two_was_not_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import os
 import pickle
@@ -26,7 +27,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from grpo_mega.distributed.watchdog import recorder
-from grpo_mega.formats.dcp_read import load_metadata
+from grpo_mega.formats.dcp_read import COMMON, load_metadata
 
 IS_NEW = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)  # 0.19.2, not 0.16.1
 CPU = torch.device("cpu")
@@ -136,6 +137,28 @@ def beat_per_loaded_tensor() -> None:
         recorder().beat()
 
     MCoreLoadPlanner.commit_tensor = commit_tensor
+
+
+@functools.cache
+def read_common_state() -> None:
+    """Let 0.16 load a checkpoint of 0.19, which stores counters and parameter groups beside the tensors, not in a
+    file.
+    """
+    if IS_NEW:
+        return
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from torch.distributed import checkpoint
+
+    original = TorchCommonLoadStrategy.load_common
+
+    def load_common(self: Any, folder: Any) -> Any:
+        if os.path.exists(os.path.join(folder, COMMON)):
+            return original(self, folder)
+        state: dict[str, Any] = {"common_state/shard_0_1": io.BytesIO()}
+        checkpoint.load(state, storage_reader=checkpoint.FileSystemReader(folder), no_dist=True)
+        return state.popitem()[1][0]
+
+    TorchCommonLoadStrategy.load_common = load_common
 
 
 @contextlib.contextmanager

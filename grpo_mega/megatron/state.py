@@ -66,6 +66,7 @@ def load_state(
     """
     compat.keep_adam_steps_apart()
     compat.beat_per_loaded_tensor()
+    compat.read_common_state()
     _make_states(optimizer)
     names = {p: name for model in models for name, p in model.named_parameters()}
     with compat.only_plain_pickles(), _one_line(folder), _compared(optimizer) as differing:

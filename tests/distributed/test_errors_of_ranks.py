@@ -31,6 +31,7 @@ def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
     raw = {
         "run_dir": "run",
         "steps": 1,
+        "device": "cpu",
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl", "max_prompt_length": 64},
         "rollout": {"max_response_length": 4},

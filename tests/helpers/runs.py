@@ -23,6 +23,7 @@ def write_small(folder: Path) -> Path:
     raw = {
         "run_dir": "run",
         "steps": 1,
+        "device": "cpu",
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "train.jsonl", "max_prompt_length": 64},
         "rollout": {"max_response_length": 4},

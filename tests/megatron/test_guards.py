@@ -74,11 +74,10 @@ def megatron_source(path: str) -> str:
     return (Path(next(iter(spec.submodule_search_locations))) / "core" / path).read_text()
 
 
-@pytest.mark.full
-def test_interleaved_stages_use_no_batched_sends_and_outputs_are_kept() -> None:
-    result = python(
-        PRELUDE
-        + "c = config(MegatronLayout(pp=2, vpp=2))\n"
+def test_interleaved_stages_use_no_batched_sends_and_outputs_are_kept(run: Run) -> None:
+    """Batched sends of gloo swap the two neighbours at pp=2, and freed outputs are still being sent."""
+    result = run(
+        "c = config(MegatronLayout(pp=2, vpp=2))\n"
         + "assert c.overlap_p2p_comm and not c.batch_p2p_comm, c\n"
         + "assert not c.deallocate_pipeline_outputs\n"
         + "assert c.calculate_per_token_loss\n"
@@ -163,6 +162,28 @@ def test_megatron_still_loads_every_entry_of_the_optimizers_state() -> None:
         .split("\n    def ")[0]
     )
     assert "step" not in body
+
+
+def test_common_state_is_read_from_a_file_or_from_beside_the_tensors(run: Run, tmp_path: Path) -> None:
+    """The reason for compat.read_common_state: 0.19 writes no common.pt, and 0.16 reads nothing else."""
+    result = run(
+        f"import json; from pathlib import Path; folder = Path({str(tmp_path)!r}) / 'state'\n"
+        + "from megatron.core.dist_checkpointing import load_common_state_dict\n"
+        + "from torch.distributed import checkpoint\n"
+        + "parts = checkpoint.FileSystemWriter(folder), checkpoint.DefaultSavePlanner(flatten_state_dict=False)\n"
+        + "state = {'common_state/shard_0_1': [{'steps': 7}]}\n"
+        + "checkpoint.save(state, storage_writer=parts[0], planner=parts[1], no_dist=True)\n"
+        + "backend = {'sharded_backend': 'torch_dist', 'sharded_backend_version': 1}\n"
+        + "(folder / 'metadata.json').write_text(json.dumps(backend))\n"
+        + "try: print(load_common_state_dict(folder))\n"
+        + "except Exception: print('unknown')\n"
+        + "model.compat.read_common_state()\n"
+        + "with model.compat.only_plain_pickles(): print(load_common_state_dict(folder))\n"
+        + "torch.save({'steps': 8}, folder / 'common.pt')\n"
+        + "print(load_common_state_dict(folder))\n"
+    )
+    first = "{'steps': 7}" if IS_NEW else "unknown"
+    assert result.stdout.splitlines() == [first, "{'steps': 7}", "{'steps': 8}"], result.stderr
 
 
 def test_the_hybrid_optimizer_still_copies_only_parameters_on_a_gpu() -> None:
