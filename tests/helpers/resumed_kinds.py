@@ -94,12 +94,12 @@ def run(folder: Path, name: str, *arguments: str) -> int:
 
     resume = TrainingJob.resume
 
-    def resume_and_save(job: TrainingJob) -> int:
-        step = resume(job)
+    def resume_and_save(self: TrainingJob) -> int:
+        step = resume(self)
         if step:
-            job.checkpoints.saved_step = None
-            job.save(step)
-            job.checkpoints.finish()
+            self.checkpoints.saved_step = None
+            self.save(step)
+            self.checkpoints.finish()
         return step
 
     TrainingJob.resume = resume_and_save  # type: ignore[method-assign]
