@@ -175,8 +175,8 @@ def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     in_fp8 = len(setup.layers_in_fp8) / setup.shape.num_layers
     vocab, hidden, tp = setup.shape.vocab, setup.shape.hidden, setup.layout.tp
     ends = int(pp_rank == 0) + int(pp_rank == pp - 1)  # embedding and output layer stay in bf16
-    copies, label = 1 if precision.fp8_parameters else 2, "fp8 copies of weights"
-    copies *= KEPT_BYTES[precision.fp8_recipe] if precision.fp8_recipe == "mxfp8" else 1  # with the blocks' scales
+    label, size = "fp8 copies of weights", KEPT_BYTES["mxfp8"] if precision.fp8_recipe == "mxfp8" else 1.0
+    copies = size if precision.fp8_parameters else 2 * size
     return [figure(label, lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp), trust="unproven")]
 
 

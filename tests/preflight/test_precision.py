@@ -188,7 +188,7 @@ def test_blocks_that_would_straddle_ranks_are_refused() -> None:
         raise_all(block_problems(precision(), LayoutConfig(tp=1), replace(LLAMA_70B, ffn=300)))
 
 
-def test_blocks_of_32_that_straddle_ranks_or_have_no_whole_width_are_refused() -> None:
+def test_blocks_of_32_that_straddle_ranks_or_end_early_are_refused() -> None:
     mxfp8 = precision("mxfp8")
     raise_all(block_problems(mxfp8, LayoutConfig(tp=4, sequence_parallel=True), QWEN_72B))
     for shape, tp, line in (
