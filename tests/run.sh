@@ -7,7 +7,7 @@
 # --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
 #
-# Unless the arguments choose tests, they run in four processes, with a line of progress per minute (tests/helpers/parallel.py).
+# Unless the arguments choose tests, they run in five processes, with a line of progress per minute (tests/helpers/parallel.py).
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
@@ -69,4 +69,4 @@ are_fast "${arguments[@]}" || {
     ensure_te
 }
 [[ -z "$chooses" ]] || exec "${pytest[@]}"
-exec "${pytest[@]}" --numprocesses=4 --no-loadscope-reorder
+exec "${pytest[@]}" --numprocesses=5 --no-loadscope-reorder
