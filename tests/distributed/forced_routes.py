@@ -40,22 +40,28 @@ def force_routes(model: Any, routes: list[Routes]) -> None:
         forced = torch.cat((torch.from_numpy(known).to(own.device), own[-1:]))
         return torch.where(forced < 250, forced, own)
 
-    def of_softmax(column: int, router: Any, inputs: Any, output: Any) -> Any:
+    def of_gate(column: int, router: Any, inputs: Any, output: Any) -> Any:
         logits, _, own = output
         experts = experts_of(column, own)
+        if hasattr(router, "e_score_correction_bias"):  # transformers 5.19; before, only its block chooses experts
+            return logits, _normalised(logits.sigmoid().gather(1, experts)) * router.routed_scaling_factor, experts
         weights = logits.softmax(-1).gather(1, experts)
-        normalised = weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+        normalised = _normalised(weights) if getattr(router, "norm_topk_prob", True) else weights
         return logits, normalised, experts
 
-    def of_sigmoid(column: int, block: Any, choose: Any, logits: torch.Tensor) -> Any:
+    def of_block(column: int, block: Any, choose: Any, logits: torch.Tensor) -> Any:
         experts = experts_of(column, choose(logits)[0])
         weights = logits.sigmoid().gather(1, experts)
-        return experts, weights / weights.sum(-1, keepdim=True) * block.routed_scaling_factor
+        return experts, _normalised(weights) * block.routed_scaling_factor
 
     model.model.register_forward_pre_hook(next_sequence)
     blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     for column, block in enumerate(blocks):
         if hasattr(block, "route_tokens_to_experts"):
-            block.route_tokens_to_experts = partial(of_sigmoid, column, block, block.route_tokens_to_experts)
+            block.route_tokens_to_experts = partial(of_block, column, block, block.route_tokens_to_experts)
         else:
-            block.gate.register_forward_hook(partial(of_softmax, column))
+            block.gate.register_forward_hook(partial(of_gate, column))
+
+
+def _normalised(weights: torch.Tensor) -> torch.Tensor:
+    return weights / weights.sum(-1, keepdim=True)
