@@ -73,7 +73,7 @@ ensure_te() {
 
 # Print the Transformer Engine versions that the tests of the set run, the default first.
 te_versions() {
-    sed -n "s/^$VERSION_SET //p" "$ROOT/tests/te_on_cpu/versions.txt"
+    sed -n "s/^$VERSION_SET //p" "$ROOT/tests/transformer-engine.txt"
 }
 
 # Set VERSION_SET, the set of package versions (grpo_mega/preflight/versions.py) for .venv's Python; PINS, its file; and PIP_INSTALL.

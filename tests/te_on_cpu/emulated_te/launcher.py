@@ -12,7 +12,7 @@ from grpo_mega.preflight.versions import find_set
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / ".venv-te"
 SET = find_set({"megatron-core": installed("megatron-core")})[0]
-VERSIONS = dict(line.split(maxsplit=1) for line in (ROOT / "tests/te_on_cpu/versions.txt").read_text().splitlines())
+VERSIONS = dict(line.split(maxsplit=1) for line in (ROOT / "tests/transformer-engine.txt").read_text().splitlines())
 DEFAULT, *OTHERS = VERSIONS[SET].split()
 
 
