@@ -37,7 +37,12 @@ _METADATA_NAMES = {
     "pathlib": "PosixPath PurePosixPath",
     "pathlib._local": "PosixPath",
 }
-_TENSOR_NAMES = {("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")}
+_LAYER_NAMES = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # Megatron 0.19 replaces torch's
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
+}
 _RECIPES = "transformer_engine.common.recipe"  # only its classes are allowed: their names start with a capital letter
 _CONTAINERS: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind for kind in (OrderedDict, defaultdict, list, dict, set, tuple, int, str)
@@ -190,7 +195,7 @@ class _ExtraStateUnpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         is_class = name.isidentifier() and name.lstrip("_")[:1].isupper()
-        if (module, name) in _TENSOR_NAMES or (module == _RECIPES and is_class):
+        if (module, name) in _LAYER_NAMES or (module == _RECIPES and is_class):
             return _Record
         raise pickle.UnpicklingError(f"it names {module}.{name}, unexpected in the state of a layer")
 

@@ -18,6 +18,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "moments in bf16": {"optimizer": {"lr": 1e-3, "moments_dtype": "bfloat16"}},
     "weights in fp8": {"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}},
+    "delayed scaling": {"precision": {"fp8": "hybrid", "fp8_recipe": "delayed"}},
 }
 
 
@@ -29,7 +30,8 @@ def train(policy: Policy, step: int) -> dict[str, float]:
 def need(form: str, device: Device) -> None:
     if form != "bf16" and not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
-    if form == "weights in fp8" and (reason := supported_precisions(device)["tensorwise"]):
+    recipe = {"weights in fp8": "tensorwise", "delayed scaling": "delayed"}.get(form)
+    if recipe and (reason := supported_precisions(device)[recipe]):
         pytest.skip(reason)
 
 

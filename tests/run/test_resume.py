@@ -186,8 +186,8 @@ def test_a_damaged_checkpoint_is_named_when_it_is_loaded(inputs: Path, whole: En
         return victim
 
     def remove(state: Path) -> Path:
-        (state / "common.pt").unlink()
-        return state / "common.pt"
+        (state / "metadata.json").unlink()
+        return state / "metadata.json"
 
     for name, damage in {"flipped": flip, "cut": cut, "missing": remove}.items():
         run_dir = tmp_path / name
