@@ -18,7 +18,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "moments in bf16": {"optimizer": {"lr": 1e-3, "moments_dtype": "bfloat16"}},
     "weights in fp8": {"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}},
-    "delayed scaling": {"precision": {"fp8": "hybrid", "fp8_recipe": "delayed"}},
+    "delayed scaling": {"precision": {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_reference": True}},
 }
 
 
