@@ -77,7 +77,7 @@ def test_whole_steps_in_fp8_end_with_verified_syncs_and_weights_that_moved(runs:
     run = runs["plain"]
     steps = run.steps()
     assert len(steps) == SETTINGS["plain"]["steps"]
-    assert f"Transformer Engine's (version {launcher.DEFAULT}, emulated" in run.messages()[0]
+    assert any(f"Transformer Engine's (version {launcher.DEFAULT}, emulated" in line for line in run.messages()[:3])
     for row in steps:
         assert 0.01 < row["mismatch/k3"] < WARN and row["guard/level"] == 0
         assert row["grad_norm"] > 0 and row["nonfinite_mini_batches"] == 0
