@@ -189,6 +189,7 @@ def _lines(value: Any) -> list[str]:
 TOOL_TIMEOUT_S = 10.0
 _MAX_TOOL_CHARS = 8000
 _SANDBOX_START_S = 20.0  # limit for the start of the sandbox itself, which is slow on a busy machine
+_LAST_JUDGE_S = 20.0  # sandbox_main.py: a judge may end so long after the time of all programs
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = Path(__file__).with_name("sandbox_main.py")  # not imported as a module, because the package takes long
 
@@ -231,7 +232,7 @@ def run_programs(
         "isolates": missing_sandbox() is None if isolates is None else isolates,
         "folders": _python_folders(),
     }
-    answer = _run_sandbox(request, programs, _SANDBOX_START_S + request["total_s"])
+    answer = _run_sandbox(request, programs, _SANDBOX_START_S + request["total_s"] + _LAST_JUDGE_S)
     if answer["missing"] and request["isolates"]:
         raise SandboxFailed(f"the sandbox failed: {answer['missing']}")
     return [Run(**one) for one in answer["runs"]]
