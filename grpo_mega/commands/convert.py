@@ -37,7 +37,6 @@ from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, WeightMappingError, 
 from grpo_mega.formats.detect import find_checkpoint, read_manifest
 from grpo_mega.formats.slices import FROM_TORCH, ITEM_BYTES, TORCH_NAMES, known_dtype
 from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE, check_free, write_atomically
-from grpo_mega.preflight.versions import installed_set
 from grpo_mega.run.checkpoints import find_policy
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
@@ -255,6 +254,8 @@ def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Cou
 
 def run_export(options: ExportOptions) -> int:
     """Write the folder and print a line. Raise ResumeError if the checkpoint does not exist or is damaged."""
+    from grpo_mega.preflight.versions import installed_set
+
     run_dir, out, step = options.run_dir, options.out, options.step
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")

@@ -30,7 +30,6 @@ from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, RUN_FILE, STATE
-from grpo_mega.preflight.versions import installed_set
 from grpo_mega.processes import KEEP, own_folder, private_folder
 from grpo_mega.run.checkpoints import SavedPolicy, check_adapter, check_model, find_policy
 
@@ -197,6 +196,8 @@ def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:
     """Return a line for the user that names the policy, its step, and its set of versions if it is not this one."""
     if saved is None:
         return f"{work} {model}"
+    from grpo_mega.preflight.versions import installed_set
+
     line = saved.note or f"{work} {saved.path}, the policy after step {saved.step}"
     return "; ".join([line, *installed_set().change(saved.versions)])
 

@@ -19,7 +19,6 @@ from grpo_mega.commands.convert import check_workers
 from grpo_mega.commands.options import InspectOptions, VerifyOptions
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.observe.progress import phase
-from grpo_mega.preflight.versions import installed_set
 
 if TYPE_CHECKING:
     from grpo_mega.formats.detect import Checkpoint, FileDifference
@@ -33,6 +32,8 @@ def run(options: VerifyOptions) -> int:
     from grpo_mega.formats.detect import compare_checkpoints, find_checkpoint
 
     if options.logits:
+        from grpo_mega.preflight.versions import installed_set
+
         raise_all(installed_set().problems)
     check_workers(options.workers)
     a, b = find_checkpoint(options.a, options.config_a), find_checkpoint(options.b, options.config_b)
