@@ -95,8 +95,9 @@ def _compile_for_others(compile_: Any) -> Any:
 
     @functools.wraps(compile_)
     def for_others(model: Any = None, **options: Any) -> Any:
-        is_megatron = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.")
-        return model if is_megatron else compile_(model, **options)
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return compile_(model, **options)
+        return model or (lambda function: function)  # with options alone it is a decorator
 
     return for_others
 

@@ -189,7 +189,7 @@ def _lines(value: Any) -> list[str]:
 TOOL_TIMEOUT_S = 10.0
 _MAX_TOOL_CHARS = 8000
 _SANDBOX_START_S = 20.0  # limit for the start of the sandbox itself, which is slow on a busy machine
-_LAST_JUDGE_S = 20.0  # sandbox_main.py: a judge may end so long after the time of all programs
+_JUDGE_S = 20.0  # limit for one judge, which may begin at the end of the programs' time
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = Path(__file__).with_name("sandbox_main.py")  # not imported as a module, because the package takes long
 
@@ -228,11 +228,12 @@ def run_programs(
     request: dict[str, Any] = {
         "timeout_s": timeout_s,
         "total_s": min(total_s, len(programs) * timeout_s),
+        "judge_s": _JUDGE_S,
         "stops_early": stops_early,
         "isolates": missing_sandbox() is None if isolates is None else isolates,
         "folders": _python_folders(),
     }
-    answer = _run_sandbox(request, programs, _SANDBOX_START_S + request["total_s"] + _LAST_JUDGE_S)
+    answer = _run_sandbox(request, programs, _SANDBOX_START_S + request["total_s"] + _JUDGE_S)
     if answer["missing"] and request["isolates"]:
         raise SandboxFailed(f"the sandbox failed: {answer['missing']}")
     return [Run(**one) for one in answer["runs"]]

@@ -46,7 +46,7 @@ OUTPUT_BYTES = 1 << 20  # limit of each output of a program
 FILE_BYTES = 32 << 20  # limit of each file, and of the reports
 _DONE, _REPORTS = 3, 4  # descriptors in a program's process
 _NO_DATA = b"null\n"  # ends the reports if a value is none
-SPARE_S, JUDGE_S = 2.0, 20.0
+SPARE_S = 2.0
 _NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # user, mount, PID, network, IPC
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
 _SYS_MOUNT_SETATTR, _SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
@@ -205,7 +205,7 @@ def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str
     """Run a program, then the judge of its reports, and return the outcome of the last run.
 
     If a report is no data, the program runs again with its tests in its own interpreter. Up to SPARE_S of the time of
-    the judge and of the first run is not the program's. A judge may take JUDGE_S, because a busy machine is slow.
+    the judge and of the first run is not the program's. A judge may take `judge_s`, because a busy machine is slow.
     """
     given, start = program["stdin"].encode(errors="surrogateescape"), time.monotonic()
     outcome, reports = _run(program["text"], given, request)
@@ -218,7 +218,7 @@ def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str
         return _run(program["whole"], given, request)[0]
     if outcome["is_complete"]:
         start = time.monotonic()
-        outcome, _ = _run(program["judge"], reports, request | {"end": start + JUDGE_S})
+        outcome, _ = _run(program["judge"], reports, request | {"end": start + request["judge_s"]})
         _spare(request, start)
     return outcome
 
