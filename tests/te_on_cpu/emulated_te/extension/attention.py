@@ -31,7 +31,7 @@ def get_cudnn_version() -> int:
 
 
 class Question(NamedTuple):
-    """What TE asks before it chooses fused attention, in the order of its arguments before 2.20."""
+    """The question before TE chooses fused attention, in the order of its arguments before 2.20."""
 
     is_training: bool
     q_dtype: DType
