@@ -64,7 +64,7 @@ from grpo_mega.preflight.precision import (
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.preflight.versions import installed_set
 from grpo_mega.rewards import registry
-from grpo_mega.rewards.code import missing_sandbox
+from grpo_mega.rewards.code import hidden_python, missing_sandbox
 from grpo_mega.rewards.worker import import_problems
 from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -127,7 +127,7 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
     findings.take(reward_problems(config.rewards, config.code_dir))
     findings.take(agent_problems(config.rollout, config.code_dir))
     if machine.is_here:
-        findings.notes += sandbox_notes(config)
+        _check_sandbox(config, findings)
     try:
         findings.model = read(config)
     except UserError as error:
@@ -295,17 +295,21 @@ def row_problems(config: Config) -> Iterator[str]:
                 break
 
 
-def sandbox_notes(config: Config) -> list[str]:
-    """Return the note that programs of the model are not isolated on this machine."""
+def _check_sandbox(config: Config, findings: Findings) -> None:
+    """Note that programs of the model are not isolated on this machine, or refuse them if they cannot run at all."""
     programs = [f"rewards.functions: {f.name}" for f in config.rewards.functions if f.name in registry.OF_PROGRAMS]
     programs += ["rollout.tools: python"] if "python" in config.rollout.tools else []
-    reason = missing_sandbox() if programs else None
-    if reason is None:
-        return []
-    return [
-        f"{programs[0]}: this kernel allows no namespaces ({reason}), so the model's programs can use the network, read"
-        " files and signal processes of their user; run in a container without network, or allow user namespaces"
-    ]
+    if not programs:
+        return
+    if hidden := hidden_python():
+        problem = f"{programs[0]}: the model's programs run as another user, who cannot enter {hidden}, a folder of"
+        findings.take([f"{problem} this Python; install Python where all users can read it"])
+    elif reason := missing_sandbox():
+        findings.notes.append(
+            f"{programs[0]}: this kernel allows no namespaces ({reason}), so the model's programs can use the network,"
+            " read files and signal processes of their user; run in a container without network, or allow user"
+            " namespaces"
+        )
 
 
 def start_notes(config: Config) -> list[str]:
