@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
-from grpo_mega.distributed.device import Device
+from grpo_mega.distributed.device import Device, select
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.precision import in_bf16
@@ -139,6 +140,10 @@ def test_a_step_of_a_linear_layer_is_that_of_the_replay(form: str) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
+    """Yield this process's device. If tests/gpu ran first, its process group remains until the session ends."""
+    if dist.is_initialized():
+        yield select("cpu", local_rank=0)
+        return
     with only_rank():
         yield runtimes.join(config_of(Path("unused"), {"path": "unused", "dtype": "bfloat16"}))
         runtimes.stop()
