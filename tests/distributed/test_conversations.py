@@ -2,7 +2,7 @@
 
 The oracle computes each sampled token alone, from its full prefix, with transformers in float64. It never sees inserted
 tokens: its responses are lists of sampled tokens. The oracles of tools/conformance write out advantages and losses. All
-layouts share one launch of two ranks.
+layouts share one launch of two ranks. A recipe runs in all layouts only with --sweep.
 """
 
 from __future__ import annotations
