@@ -220,7 +220,8 @@ def features(case: str, is_fine: bool) -> set[Hashable]:
         found |= {(one, *axis) for axis in axes.items()} | {(one, family)}
     others = [setting.partition("=")[0] if "tokens" in setting else setting for setting in settings]
     others += [axis if axis == "dp" else f"{axis}={value}" for axis, value in values.items()]
-    return found | {("model", model)} | {(kind, other) for other in others}
+    found |= {("model", model), *((kind, other) for other in others)}
+    return found
 
 
 def levels() -> tuple[set[str], set[str]]:
