@@ -29,7 +29,7 @@ def family_of(name: str) -> str:
     return family
 
 
-def test_default_cases_have_each_pair_of_axes_and_each_family_with_tp_pp_and_ep() -> None:
+def test_default_cases_have_each_pair_of_axes_and_each_family_in_tp_and_pp() -> None:
     def things(cases: list[tuple[str, str]]) -> set[Any]:
         found = set[Any]()
         for kind, name in cases:
@@ -56,7 +56,7 @@ def test_all_cases_have_each_pair_of_sizes_and_each_size_in_each_family() -> Non
     assert found >= everything, sorted(everything - found)
 
 
-def test_every_model_and_every_method_that_sums_over_responses_runs_by_default() -> None:
+def test_every_model_and_each_method_that_is_no_token_loss_runs() -> None:
     usual = cases_of("")
     models = {name.partition(":")[0].partition("+")[0] for _, name in usual}
     assert models == {*MODELS, *MIXTURES} - {"large"}  # a teacher
