@@ -90,6 +90,8 @@ files = array.array("i", [0, 1, 2, *map(int, arguments[4:5] if is_sglang else []
 request = {{"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ), "group": os.getpgrp()}}
 request = json.dumps(request).encode()
 server.sendmsg([len(request).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+for file in files[3:]:  # only the server's processes hold the lock
+    os.close(file)
 server.sendall(request)
 answers = server.makefile("rb", buffering=0)
 pid = int(answers.readline())
