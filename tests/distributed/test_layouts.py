@@ -1,7 +1,7 @@
 """Every layout gives the same numbers: logits against transformers, and whole updates against a single rank.
 
 All cases of one world size share a launch of ranks with real Megatron-core over gloo. Only cases of the selected tests
-run. Cases in FULL_UPDATES repeat an axis that other cases cover, and need --all.
+run. layout_matrix.py chooses the cases that run by default, and those that need --all.
 """
 
 from __future__ import annotations

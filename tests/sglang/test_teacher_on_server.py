@@ -17,7 +17,7 @@ from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.models import make_model
 from tests.helpers.servers import MODEL, make_settings, ready
 
-pytestmark = [pytest.mark.sglang, pytest.mark.full]
+pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.usefixtures("preloaded_python")]
 
 
 @pytest.fixture
