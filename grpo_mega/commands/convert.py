@@ -254,7 +254,7 @@ def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Cou
 
 def run_export(options: ExportOptions) -> int:
     """Write the folder and print a line. Raise ResumeError if the checkpoint does not exist or is damaged."""
-    from grpo_mega.preflight.versions import installed_set
+    from grpo_mega.distributed.versions import installed_set
 
     run_dir, out, step = options.run_dir, options.out, options.step
     if out.exists():

@@ -196,7 +196,7 @@ def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:
     """Return a line for the user that names the policy, its step, and its set of versions if it is not this one."""
     if saved is None:
         return f"{work} {model}"
-    from grpo_mega.preflight.versions import installed_set
+    from grpo_mega.distributed.versions import installed_set
 
     line = saved.note or f"{work} {saved.path}, the policy after step {saved.step}"
     return "; ".join([line, *installed_set().change(saved.versions)])

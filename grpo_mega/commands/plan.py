@@ -9,6 +9,7 @@ from statistics import fmean
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import ConfigError, UserError, raise_all
 from grpo_mega.planner import report, this_machine
 from grpo_mega.planner.generation import read_lengths
@@ -17,7 +18,6 @@ from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
 from grpo_mega.preflight.machine import ASSUMED, CPU, card_of
 from grpo_mega.preflight.model import known_model, read_planned_model, read_teachers
-from grpo_mega.preflight.versions import installed_set
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 

@@ -32,7 +32,7 @@ def run(options: VerifyOptions) -> int:
     from grpo_mega.formats.detect import compare_checkpoints, find_checkpoint
 
     if options.logits:
-        from grpo_mega.preflight.versions import installed_set
+        from grpo_mega.distributed.versions import installed_set
 
         raise_all(installed_set().problems)
     check_workers(options.workers)

@@ -65,7 +65,7 @@ class Manifest:
     kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
     adapter: dict[str, Any] | None = None  # model.lora; the state is then an adapter of the model in `inputs`
     written_at: float = 0.0  # seconds since the epoch; set by checkpoints.publish
-    versions: str = "one"  # the writer's set of package versions (preflight/versions.py); old checkpoints name none
+    versions: str = "one"  # the writer's set of package versions (distributed/versions.py); old checkpoints name none
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

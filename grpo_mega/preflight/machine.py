@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from packaging.version import parse
 
 from grpo_mega.config import LayoutConfig
 from grpo_mega.distributed.environment import cuda_compiler
+from grpo_mega.distributed.versions import installed_version
 from grpo_mega.errors import ConfigError
 
 CPU = "cpu"  # value of --gpu for ranks on this machine's cores; planner/this_machine.py measures their rates
@@ -300,13 +300,3 @@ def this_machine(layout: LayoutConfig, ranks: Mapping[str, str] | None = None) -
     if ranks is None:
         return Machine(layout.world_size, layout.world_size)
     return Machine(int(ranks["WORLD_SIZE"]), int(ranks.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])))
-
-
-def installed_version(*packages: str) -> str | None:
-    """Return the version of the first of these packages that is installed; None if none is."""
-    for package in packages:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            pass
-    return None

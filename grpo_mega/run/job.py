@@ -22,6 +22,7 @@ from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.libraries import describe
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
 from grpo_mega.formats.detect import Manifest, read_manifest
@@ -35,7 +36,6 @@ from grpo_mega.observe.report import as_text
 from grpo_mega.observe.rules import Health
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
-from grpo_mega.preflight.versions import installed_set
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog

@@ -8,11 +8,10 @@ that they were not built for, but then they misread tensors.
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
-
-from grpo_mega.preflight.machine import installed_version
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 SETS = {
@@ -68,3 +67,13 @@ def find_set(versions: dict[str, str]) -> tuple[str, dict[str, Requirement]]:
         for name, text in SETS.items()
     }
     return min(unmet.items(), key=lambda item: ("megatron-core" in item[1], len(item[1])))
+
+
+def installed_version(*packages: str) -> str | None:
+    """Return the version of the first of these packages that is installed; None if none is."""
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            pass
+    return None

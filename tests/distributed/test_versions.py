@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mega import cli
 from grpo_mega.distributed.launch import rank_environments
-from grpo_mega.preflight.versions import SETS, find_set, installed_set
+from grpo_mega.distributed.versions import SETS, find_set, installed_set
 from tests.helpers.versions import fake_packages
 from tools.benchmarks import kills
 
