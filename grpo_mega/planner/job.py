@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.config.base import tokens_on_rank
+from grpo_mega.distributed.kernels import length_multiple
 from grpo_mega.formats.slices import item_bytes
 from grpo_mega.planner.generation import Lengths, assumed_lengths
 from grpo_mega.planner.state import unseen_pairs
 from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.preflight.machine import ASSUMED, Assumptions, Card, Machine
 from grpo_mega.preflight.model import Model, sends_adapter
-from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.weights.derived import adapter_family
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout

@@ -25,13 +25,13 @@ from grpo_mega.config.unread import unread_keys
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
+from grpo_mega.distributed.kernels import card_problems, context_problems, latent_problems
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.preflight.layout import (
     agent_problems,
     compiler_problems,
-    context_problems,
     engine_problems,
     engine_rank_problems,
     layout_problems,
@@ -54,14 +54,7 @@ from grpo_mega.preflight.model import (
     read_model,
     sync_problems,
 )
-from grpo_mega.preflight.precision import (
-    bf16_layer_problems,
-    block_problems,
-    card_problems,
-    installed_problems,
-    latent_problems,
-    variable_problems,
-)
+from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, installed_problems, variable_problems
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.code import hidden_python, missing_sandbox

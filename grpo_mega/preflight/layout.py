@@ -19,8 +19,8 @@ from grpo_mega import user_code
 from grpo_mega.config import Config, LayoutConfig, RolloutConfig
 from grpo_mega.config.base import divisors
 from grpo_mega.config.rollout import BUILT_IN_TOOLS
+from grpo_mega.distributed.kernels import Version
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.preflight.machine import Version
 from grpo_mega.preflight.precision import SERVED_CAPABILITY, rollout_block_problems
 from grpo_mega.rewards.worker import ask_child
 from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
@@ -65,21 +65,6 @@ def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
         yield (
             f"WORLD_SIZE={world_size}{less} is not a multiple of layout.tp={layout.tp} times"
             f" layout.pp={layout.pp}{others}; start {fewer}{more} processes, or change the layout"
-        )
-
-
-def context_problems(config: Config) -> Iterator[str]:
-    """Yield problems of features that Transformer Engine's layers do not compute. Plans for GPUs use these layers,
-    too.
-    """
-    if config.layout.cp > 1 and config.model.resolved_dtype == "float32":
-        yield (
-            f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
-            "context-parallel attention supports only bfloat16; use bfloat16, or raise layout.tp or layout.pp instead"
-        )
-    if config.batch.share_prompts:
-        yield (
-            "batch.share_prompts=true: must be left out on GPUs with Transformer Engine; its attention has no such mask"
         )
 
 

@@ -1,28 +1,26 @@
-"""The machines of a job: cards, with the planner's assumptions, ranks and packages, and the kernels that a run gets.
+"""The machines of a job: cards, with the planner's assumptions, ranks and packages.
 
 Peaks of cards are from NVIDIA's data sheets (dense, without sparsity). The assumptions are estimates. `--explain` lists
 them. Every number of the planner that does not come from the config or the model is here.
-
-Kernels are from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch. On a CPU they are all
-torch's. This module does not import torch or these packages, because Megatron has already tried to load them. The
-package `apex` on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.version import parse
-
 from grpo_mega.config import LayoutConfig
 from grpo_mega.distributed.environment import cuda_compiler
-from grpo_mega.distributed.versions import installed_version
+from grpo_mega.distributed.kernels import (
+    FUSED_PACKED,
+    Version,
+    cuda_version,
+    flash_attention_version,
+    transformer_engine_version,
+)
 from grpo_mega.errors import ConfigError
 
 CPU = "cpu"  # value of --gpu for ranks on this machine's cores; planner/this_machine.py measures their rates
@@ -156,115 +154,6 @@ class CpuAssumptions(Assumptions):
 
 
 CPU_ASSUMED = CpuAssumptions()
-
-
-APEX_REPOSITORY = "https://github.com/NVIDIA/apex"
-
-Version = tuple[int, ...]
-# First Transformer Engine with packed samples in unfused attention, which supports fp32.
-UNFUSED_PACKED: Version = (
-    2,
-    11,
-)
-PACKED_A2A: Version = (2, 10)  # first Transformer Engine with packed samples in a2a context parallelism
-FUSED_PACKED: Version = (9, 0)  # lowest compute capability for packed samples in Transformer Engine's fused attention
-FLASH_ATTENTION: Version = (2, 1, 1)  # oldest flash-attn that Transformer Engine uses
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The packages that a run's kernels come from, and the reason for the choice."""
-
-    transformer_engine: bool
-    apex_adam: bool
-    apex_weight_gradients: bool
-    why: str
-
-    @property
-    def fuses_weight_gradients(self) -> bool:
-        """Return True if the kernel that computes weight gradients also adds them to the fp32 buffers."""
-        return self.transformer_engine or self.apex_weight_gradients
-
-    def line(self) -> str:
-        """Return the line for a run's log."""
-        if self.transformer_engine:
-            return (
-                "kernels: layers, attention, norms, gradient accumulation and Adam are Transformer Engine's"
-                f" ({self.why})"
-            )
-        apex = ["Adam"] * self.apex_adam + ["gradient accumulation"] * self.apex_weight_gradients
-        ours = f"; {' and '.join(apex)} NVIDIA Apex's" if apex else ""
-        return f"kernels: layers, attention and norms are torch's{ours or ', and so is Adam'} ({self.why})"
-
-
-def choose_kernels(
-    *,
-    is_cuda: bool,
-    transformer_engine: bool = False,
-    apex_adam: bool = False,
-    apex_weight_gradients: bool = False,
-    problem: str = "",
-) -> Kernels:
-    """Choose the kernels of a run from the packages that Megatron could load. On a CPU these packages are not used.
-
-    `problem`: why an installed Transformer Engine does not load. Raise ConfigError if the package `apex` is not NVIDIA
-    Apex.
-    """
-    check_apex()
-    if not is_cuda:
-        return Kernels(False, False, False, "no others run on a CPU")
-    if transformer_engine:
-        return Kernels(True, False, False, f"version {transformer_engine_version()}")
-    missing = "Transformer Engine is not installed"
-    if transformer_engine_version() is not None or find_spec("transformer_engine") is not None:
-        missing = f"the installed Transformer Engine does not load{f': {problem}' if problem else ''}"
-    if find_spec("apex") is None:
-        missing += ", nor is NVIDIA Apex" if missing.endswith("not installed") else "; NVIDIA Apex is not installed"
-    return Kernels(False, apex_adam, apex_weight_gradients, missing)
-
-
-def check_apex() -> None:
-    """Raise ConfigError if the installed `apex` is the unrelated web package."""
-    spec = find_spec("apex")
-    if spec is None:
-        return
-    # Search the package's folder, because importing the package might fail.
-    if PathFinder.find_spec("apex.multi_tensor_apply", list(spec.submodule_search_locations or ())) is None:
-        package = f"apex {installed_version('apex') or ''}".rstrip()
-        raise ConfigError(
-            f"the installed package {package} is not NVIDIA Apex but an unrelated web package, and Megatron would"
-            f" mistake it for Apex; run pip uninstall apex, and build NVIDIA's from {APEX_REPOSITORY} if you have no"
-            " Transformer Engine"
-        )
-
-
-def transformer_engine_version() -> str | None:
-    """Return the version of the installed Transformer Engine; None without one."""
-    return installed_version("transformer-engine", "transformer_engine", "transformer-engine-torch")
-
-
-def flash_attention_version() -> str | None:
-    """Return the version of the installed flash-attn; None without one."""
-    return installed_version("flash-attn")
-
-
-def cuda_version() -> str | None:
-    """Return the CUDA version of the installed torch, read from its files; None for a build without CUDA."""
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return None
-    lines = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8").splitlines()
-    matches = [re.search(r"'([\d.]+)'", line) for line in lines if line.startswith("cuda")]
-    return matches[0][1] if matches and matches[0] else None
-
-
-def as_version(text: str) -> Version:
-    """Return the leading numbers of "2.11.0+cu12" as (2, 11, 0)."""
-    return parse(text).release
-
-
-def version_text(version: Version) -> str:
-    return ".".join(map(str, version))
 
 
 @dataclass(frozen=True)

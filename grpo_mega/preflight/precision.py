@@ -10,22 +10,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
-from grpo_mega.preflight.machine import (
-    FLASH_ATTENTION,
-    FUSED_PACKED,
-    PACKED_A2A,
-    UNFUSED_PACKED,
-    Machine,
+from grpo_mega.distributed.kernels import (
+    RECIPES,
     Version,
     as_version,
     check_apex,
+    cuda_problems,
+    kernel_problems,
     version_text,
 )
+from grpo_mega.preflight.machine import Machine
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
@@ -47,25 +45,6 @@ _CONTRADICTIONS = {
     r"rollout.engine=sglang rollout.temperature=(?!1.0 )\S+": r"SGLANG_RETURN_ORIGINAL_LOGPROB=(?i:1|true|yes|y)",
     r"DETERMINISTIC=1": r"NVTE_ALLOW_NONDETERMINISTIC_ALGO=(?!0$).*|CUBLAS_WORKSPACE_CONFIG=(?!:4096:8$|:16:8$).*",
 }
-LENGTH_MULTIPLE = 16  # without FP8, tokens per tensor-parallel rank in a micro-batch are padded to this multiple
-
-
-@dataclass(frozen=True)
-class Needs:
-    transformer_engine: Version  # first version with the recipe
-    capability: Version  # lowest compute capability of a GPU
-    card: str
-    length_multiple: int  # tokens per tensor-parallel rank in a micro-batch are padded to this multiple
-    cuda: Version = (12, 0)  # first CUDA with the recipe's matrix products
-    end: Version = (99, 0)  # first compute capability without the recipe
-
-
-RECIPES = {
-    "delayed": Needs((1, 0), (8, 9), "an L40, H100, H200 or later", 16),
-    "tensorwise": Needs((2, 2), (8, 9), "an L40, H100, H200 or later", 16),
-    "blockwise": Needs((2, 3), (9, 0), "an H100, H200 or later", BLOCK, (12, 9)),
-    "mxfp8": Needs((2, 1), (10, 0), "a B200, GB200 or B300", 32, (12, 8), (11, 0)),
-}
 
 
 def resolve_dtype(config: Config, is_gpu: bool, recorded: str | None = None) -> tuple[Config, str | None]:
@@ -81,11 +60,6 @@ def resolve_dtype(config: Config, is_gpu: bool, recorded: str | None = None) -> 
     raw = config.model_dump(mode="json")
     raw["model"]["dtype"] = dtype
     return configs.validate(raw), f"model.dtype={dtype}, because it is not set and {reason}"
-
-
-def length_multiple(precision: PrecisionConfig, tp: int) -> int:
-    """Return the multiple to which micro-batch lengths are padded."""
-    return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else LENGTH_MULTIPLE) * tp
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -130,125 +104,12 @@ def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     check_apex()
 
 
-def kernel_problems(
-    config: Config, capability: Version | None, name: str, transformer_engine: str | None, flash_attn: str | None
-) -> Iterator[str]:
-    """Yield what Transformer Engine lacks on a GPU called `name`. Without a `capability` the GPU is not known."""
-    yield from transformer_engine_problems(config.precision, transformer_engine)
-    yield from exchange_problems(config.layout, transformer_engine)
-    if capability is not None:
-        yield from attention_problems(config.model.resolved_dtype, capability, name, transformer_engine, flash_attn)
-
-
-def transformer_engine_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
-    """Yield problems if Transformer Engine does not support the recipe. Megatron would silently ignore a missing
-    one.
-    """
-    if precision.fp8 is None:
-        return
-    needed = RECIPES[precision.fp8_recipe].transformer_engine
-    if version is None:
-        yield f"precision.fp8={precision.fp8!r} needs Transformer Engine; install it or leave precision.fp8 out"
-    elif as_version(version) < needed:
-        yield (
-            f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {version_text(needed)}, found"
-            f" {version}; install a newer one, or use"
-            f" {_recipes(lambda needs: needs.transformer_engine <= as_version(version))}"
-        )
-
-
-def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str]:
-    """Yield a problem if Transformer Engine of `version` (None: not installed) cannot exchange packed samples like
-    this.
-    """
-    if layout.cp > 1 and layout.cp_comm_type == "a2a" and version is not None and as_version(version) < PACKED_A2A:
-        yield (
-            f"layout.cp_comm_type=a2a: must have Transformer Engine {version_text(PACKED_A2A)} or later for packed"
-            f" samples, found {version}; install a newer one, or use p2p"
-        )
-
-
-def cuda_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
-    """Yield problems if torch's CUDA is too old for the recipe. `version` is None if torch has no CUDA."""
-    if precision.fp8 is None or version is None:
-        return
-    needed = RECIPES[precision.fp8_recipe].cuda
-    if as_version(version) < needed:
-        yield (
-            f"precision.fp8_recipe={precision.fp8_recipe!r} needs CUDA {version_text(needed)}, found torch with CUDA"
-            f" {version}; install torch with CUDA {version_text(needed)} or later, or use"
-            f" {_recipes(lambda needs: needs.cuda <= as_version(version))}"
-        )
-
-
 def moments_problems(optimizer: OptimizerConfig, version: str | None) -> Iterator[str]:
     """Yield a problem if Transformer Engine, whose Adam supports moments of fewer bytes, is missing or too old."""
     if optimizer.moments_dtype != "float32" and (version is None or as_version(version) < PRECISION_AWARE):
         yield (
             f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine"
             f" {version_text(PRECISION_AWARE)} or later, found {version or 'none'}; install it, or use float32"
-        )
-
-
-def attention_problems(
-    dtype: str, capability: Version, name: str, transformer_engine: str | None, flash_attn: str | None
-) -> Iterator[str]:
-    """Yield problems if Transformer Engine has no attention for packed samples on a GPU called `name`.
-
-    Its fused attention supports them in bf16 from compute capability 9.0 on. Its unfused attention supports any dtype
-    since version 2.11, but stores every score. So flash-attn is required below 9.0 for every version.
-    """
-    if transformer_engine is None:
-        return
-    if dtype == "float32" and as_version(transformer_engine) < UNFUSED_PACKED:
-        yield (
-            f"model.dtype=float32: on a GPU must have Transformer Engine {version_text(UNFUSED_PACKED)} or later, the"
-            f" first with an attention for it, found {transformer_engine}; install a newer one, or use"
-            " model.dtype=bfloat16"
-        )
-    has_flash = flash_attn is not None and as_version(flash_attn) >= FLASH_ATTENTION
-    if dtype == "bfloat16" and capability < FUSED_PACKED and not has_flash:
-        yield (
-            f"device={name!r}: must have compute capability 9.0 (an H100 or later) for Transformer Engine's fused"
-            f" attention of packed samples, found {version_text(capability)} and"
-            f" {f'flash-attn {flash_attn}' if flash_attn else 'no flash-attn'}; pip install"
-            f" 'flash-attn>={version_text(FLASH_ATTENTION)}'"
-        )
-
-
-def latent_problems(shape: ModelShape, capability: Version | None, name: str) -> Iterator[str]:
-    """Yield a problem if Transformer Engine has no fast attention for a model's latents on a GPU called `name`.
-
-    Its fused attention supports packed samples from compute capability 9.0 on, and heads of different widths for keys
-    and values only up to 128, or as DeepSeek's 192 and 128. flash-attn 2 does not support different widths.
-    """
-    if not shape.kv_lora or capability is None:
-        return
-    remedy = "pip uninstall transformer-engine to train with Megatron's local layers"
-    if capability < FUSED_PACKED:
-        yield (
-            f"device={name!r}: must have compute capability 9.0 (an H100 or later) for {shape.model_type} with"
-            f" Transformer Engine, found {version_text(capability)}; {remedy}"
-        )
-    widths = shape.head_dim, shape.v_dim
-    if widths != (192, 128) and max(widths) > (256 if widths[0] == widths[1] else 128):
-        yield (
-            f"config.json has heads of {widths[0]} for keys and {widths[1]} for values: must be 192 and 128, equal up"
-            f" to 256, or at most 128 for Transformer Engine; {remedy}"
-        )
-
-
-def card_problems(precision: PrecisionConfig, capability: Version | None, name: str) -> Iterator[str]:
-    """Yield problems if a device called `name` cannot compute the recipe; `capability` is None on a CPU."""
-    if precision.fp8 is None:
-        return
-    needs = RECIPES[precision.fp8_recipe]
-    if capability is None:
-        yield f"precision.fp8={precision.fp8!r} needs a GPU, and this run is on a CPU; leave precision.fp8 out"
-    elif not needs.capability <= capability < needs.end:
-        possible = _recipes(lambda other: other.capability <= capability < other.end)
-        yield f"precision.fp8_recipe={precision.fp8_recipe!r} needs {needs.card}, found {name}; " + (
-            f"use {possible}" if possible else "leave precision.fp8 out"
         )
 
 
@@ -387,7 +248,3 @@ def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *,
                 if fused and offset % BLOCK:
                     return f"fused layers so that {box.tensor} starts at row {offset}"
     return None
-
-
-def _recipes(holds: Callable[[Needs], bool]) -> str:
-    return " or ".join(name for name, needs in RECIPES.items() if holds(needs))

@@ -7,21 +7,24 @@ import pytest
 import torch
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
-from grpo_mega.errors import ConfigError, raise_all
-from grpo_mega.preflight.layout import context_problems, layout_problems
-from grpo_mega.preflight.precision import (
+from grpo_mega.distributed.kernels import (
     RECIPES,
     attention_problems,
-    bf16_layer_problems,
-    block_problems,
     card_problems,
+    context_problems,
     cuda_problems,
-    environment,
     exchange_problems,
     length_multiple,
+    transformer_engine_problems,
+)
+from grpo_mega.errors import ConfigError, raise_all
+from grpo_mega.preflight.layout import layout_problems
+from grpo_mega.preflight.precision import (
+    bf16_layer_problems,
+    block_problems,
+    environment,
     moments_problems,
     resolve_dtype,
-    transformer_engine_problems,
     variable_problems,
 )
 from grpo_mega.weights.spec import ModelShape
