@@ -57,9 +57,9 @@ from grpo_mega.megatron.precision import (
 from grpo_mega.megatron.routers import Replay, Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
-from grpo_mega.planner.state import tokens_per_pair
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.architecture import tokens_per_pair
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import Family, ModelShape
 

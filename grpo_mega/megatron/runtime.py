@@ -27,8 +27,7 @@ from grpo_mega.distributed.rendezvous import EVERYONE, Rendezvous, job_store, jo
 from grpo_mega.errors import UserError
 from grpo_mega.megatron.loaded_kernels import check_kernels as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
-from grpo_mega.preflight.layout import megatron_layout
-from grpo_mega.weights.layout import MegatronLayout
+from grpo_mega.weights.layout import MegatronLayout, megatron_layout
 
 Meet = Callable[[Rendezvous], None]
 

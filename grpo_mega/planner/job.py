@@ -24,12 +24,11 @@ from grpo_mega.distributed.kernels import length_multiple
 from grpo_mega.formats.slices import item_bytes
 from grpo_mega.planner.generation import Lengths, assumed_lengths
 from grpo_mega.planner.state import unseen_pairs
-from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.preflight.machine import ASSUMED, Assumptions, Card, Machine
-from grpo_mega.preflight.model import Model, sends_adapter
-from grpo_mega.weights.derived import adapter_family
+from grpo_mega.preflight.model import Model
+from grpo_mega.weights.derived import adapter_family, sends_adapter
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, megatron_layout
 from grpo_mega.weights.spec import Family, ModelShape, round_up
 
 

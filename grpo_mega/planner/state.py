@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from grpo_mega.config import Config
-from grpo_mega.errors import ConfigError
 from grpo_mega.formats.slices import item_bytes
+from grpo_mega.weights.architecture import layer_weights
 from grpo_mega.weights.boxes import Block
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_blocks, hf_blocks, megatron_blocks
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, num_blocks, round_up
@@ -351,35 +351,3 @@ def unseen_pairs(shape: ModelShape, length: float) -> float:
     """Return the pairs of a segment that sliding windows hide from causal attention, as a mean over the layers."""
     beyond = [max(0, length - window) if window else 0 for window in shape.windows]
     return sum(n * (n + 1) / 2 for n in beyond) / shape.num_layers if any(beyond) else 0
-
-
-def tokens_per_pair(shape: ModelShape, experts_per_token: int = 0) -> float:
-    """Return the work of attention for a query and a key that it sees, relative to all other work for a token."""
-    weights = shape.num_layers * layer_weights(shape, experts_per_token) + shape.hidden * shape.vocab
-    return shape.num_full_layers * (shape.q + shape.v) / weights
-
-
-def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
-    """Return the mean number of weights per layer that multiply a token. Raise ConfigError like `count`."""
-    attention: float = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
-    if shape.kv_lora:
-        queries = shape.q_lora * (shape.hidden + shape.q) if shape.q_lora else shape.hidden * shape.q
-        attention = queries + shape.hidden * shape.kv_down + shape.kv_lora * shape.kv_up + shape.v * shape.hidden
-    if shape.linear_layers:
-        attention += shape.hidden * shape.q  # the output gate
-        share = len(shape.linear_layers) / shape.num_layers
-        projections = shape.hidden * (2 * shape.linear_k + 3 * shape.linear_v + 2 * shape.linear_v_heads)
-        convolution = (2 * shape.linear_k + shape.linear_v) * shape.linear_conv
-        state = 4 * shape.linear_v * shape.linear_k_dim  # decay, reading and update of the state
-        attention = share * (projections + convolution + state) + (1 - share) * attention
-    if not shape.num_experts:
-        return attention + 3 * shape.hidden * shape.ffn
-    if not 1 <= experts_per_token <= shape.num_experts:
-        raise ConfigError(
-            f"experts_per_token={experts_per_token}: must be in 1 .. {shape.num_experts} for an MoE model; "
-            "give the config's num_experts_per_tok"
-        )
-    chosen = shape.hidden * (shape.num_experts + shape.shared_gates) + 3 * shape.hidden * (
-        experts_per_token * shape.moe_ffn + shape.shared_ffn
-    )
-    return attention + chosen + shape.num_dense * (3 * shape.hidden * shape.ffn - chosen) / shape.num_layers

@@ -21,7 +21,8 @@ from grpo_mega.planner.memory import (
     received_weights,
     sequences_per_engine,
 )
-from grpo_mega.planner.state import FP32, State, flops_of_totals, layer_weights
+from grpo_mega.planner.state import FP32, State, flops_of_totals
+from grpo_mega.weights.architecture import layer_weights
 from grpo_mega.weights.layout import MegatronLayout
 
 

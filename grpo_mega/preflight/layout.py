@@ -23,25 +23,10 @@ from grpo_mega.distributed.kernels import Version
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.preflight.precision import SERVED_CAPABILITY, rollout_block_problems
 from grpo_mega.rewards.worker import ask_child
-from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
+from grpo_mega.weights.layout import engine_layout_problems, megatron_layout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
 CPU_ROWS = 32  # on a CPU SGLang pads the MLP's rows to a multiple of this (DEFAULT_MOE_PADDING_SIZE)
-
-
-def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
-    """Return Megatron's layout of `world_size` ranks. Data parallelism gets the ranks that tp, cp and pp leave."""
-    return MegatronLayout(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp or 1,
-        dp=world_size // (layout.tp * layout.cp * layout.pp),
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
-        order=layout.order,
-        layers_per_chunk=layout.layers_per_chunk,
-    )
 
 
 def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""Rules for `model`: its config.json, the features that the layers of `megatron/` support, and its weights. Needs no
-torch.
+"""Rules for `model`: its files, and settings that do not fit it. Needs no torch.
 
 A plan needs no download for well-known models. `known_models.json` has the fields of public config.json files that
 plans read. A model is found by its short name (`--model llama-3-70b`), by its id on the Hugging Face hub, or by a
@@ -15,51 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_mega.config import Config, ModelConfig
-from grpo_mega.errors import ConfigError, UserError, raise_all
+from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats import adapter
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import adapter_problem, weight_files
 from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, MAX_JSON_BYTES, hub_hint, parse_json, read_file
-from grpo_mega.weights.derived import adapter_family
+from grpo_mega.weights.architecture import WITH_ROUTER_BIAS, experts_per_token, rope_settings, shape_of
+from grpo_mega.weights.derived import adapter_family, merge_reason
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import FIELDS, HYBRID, HYBRID_MOE, resolve_config
+from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
-
-STATIC_ROPE = {"default", "linear", "llama3"}  # angles depend only on the position
-LATENT_ROPE = {"default", "yarn"}  # for multi-latent attention
-_WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", *HYBRID_MOE)
-_WITH_BIAS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # routers with a bias per expert
-_LIKE_DEEPSEEK_V3 = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "rope_interleave": True,
-}
-# Values that models with multi-latent attention must have.
-_LATENT_REQUIRED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
-    "deepseek_v3": _LIKE_DEEPSEEK_V3,
-    "glm4_moe_lite": _LIKE_DEEPSEEK_V3,
-}
-_REQUIRED_OF = _LATENT_REQUIRED | {
-    **{key: {"partial_rotary_factor": 0.25, "attn_output_gate": True, "norm_topk_prob": True} for key in HYBRID},
-    "glm4_moe": {
-        "attention_bias": True,
-        "partial_rotary_factor": 0.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-    },
-}
-_REQUIRED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "partial_rotary_factor": 1.0,
-    "router_jitter_noise": 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -114,15 +80,6 @@ def model_of(raw: Mapping[str, Any]) -> Model:
     return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields)
 
 
-def shape_of(fields: dict[str, Any]) -> ModelShape:
-    """Return the shape from a config.json's fields. Raise ConfigError or WeightMappingError if it cannot be trained."""
-    fields = resolve_config(fields)
-    shape = ModelShape.from_hf_config(fields)
-    family_of(shape.model_type)
-    raise_all(architecture_problems(fields))
-    return shape
-
-
 def check_weights(folder: Path, shape: ModelShape) -> None:
     """Raise WeightMappingError unless the folder's weights are complete and fit the model."""
     family = family_of(shape.model_type)
@@ -136,84 +93,6 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
             check_tied(folder, family.output.hf[0], family.embedding.hf[0], weights.tensors)
 
 
-def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield features that would be computed differently from the Hugging Face model, or not at all.
-
-    `fields` are resolved (weights/hf_config.py).
-    """
-    model_type = fields.get("model_type")
-    if quantization := fields.get("quantization_config"):
-        given = quantization if isinstance(quantization, dict) else {}
-        method, remedy = given.get("quant_method"), "name the model that it was made from"
-        if method == "fp8" and given.get("weight_block_size"):
-            remedy = "write plain ones by `grpo-mega convert HF_DIR OUT`, and set model.path=OUT"
-        yield f"config.json has quantization_config (quant_method={method!r}): weights that train are plain; {remedy}"
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    width = "qk_rope_head_dim" if model_type in _LATENT_REQUIRED else "head_dim"
-    head_dim = fields.get(width) or (hidden // heads if heads and hidden else 0)
-    if isinstance(head_dim, int) and head_dim % 2:
-        yield (
-            f"config.json has {width}={head_dim}: must be even, since rotary embeddings pair its halves; name another"
-            " model"
-        )
-    if model_type in _WITH_EXPERTS:
-        experts_per_token(fields)
-    if model_type in _LATENT_REQUIRED and fields.get("num_key_value_heads", heads) not in (heads, None):
-        yield (
-            f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be"
-            f" num_attention_heads={heads}"
-        )
-    if model_type in _WITH_BIAS:
-        yield from _group_problems(fields)
-    rope = _rope(fields)
-    for name, supported in (_REQUIRED | _REQUIRED_OF.get(str(model_type), {})).items():
-        value = fields.get(name, rope.get(name, supported))
-        if value != supported and not (name == "sliding_window" and name in FIELDS.get(str(model_type), {})):
-            yield (
-                f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another"
-                " model"
-            )
-    static = LATENT_ROPE if model_type in _LATENT_REQUIRED else STATIC_ROPE
-    if rope["rope_type"] not in static:
-        supported = ", ".join(sorted(static))
-        yield f"config.json has rope_type {rope['rope_type']!r}, which is not supported; supported are {supported}"
-
-
-def experts_per_token(fields: dict[str, Any]) -> int:
-    """Return the number of experts per token in a layer. Raise ConfigError."""
-    model_type = str(fields.get("model_type"))
-    num_experts = next(
-        (fields[n] for n in ("n_routed_experts", "num_local_experts", "num_experts") if fields.get(n)), 0
-    )
-    value = fields.get("num_experts_per_tok")
-    if not isinstance(value, int) or not 1 <= value <= num_experts:
-        raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
-    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", *_WITH_BIAS, *HYBRID_MOE)):
-        raise ConfigError(
-            f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to"
-            " 1: with a single one no gradient reaches the router, and Megatron refuses that; name another model"
-        )
-    return value
-
-
-def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
-    """Yield the reasons why Megatron cannot choose a token's experts from the best groups like DeepSeek-V3."""
-    groups, chosen = fields.get("n_group") or 1, fields.get("topk_group") or 1
-    num_experts, per_token = fields.get("n_routed_experts") or 0, experts_per_token(fields)
-    if chosen >= groups:
-        return
-    if num_experts % groups or per_token > chosen * (num_experts // groups):
-        yield (
-            f"config.json has n_group={groups}, topk_group={chosen}: {num_experts} experts do not make equal groups, "
-            f"{chosen} of them with num_experts_per_tok={per_token}; correct the file"
-        )
-    elif per_token // chosen != 2:
-        yield (
-            f"config.json has num_experts_per_tok={per_token}, topk_group={chosen}: Megatron scores a group by its best"
-            f" {per_token // chosen} experts, DeepSeek-V3 by its best 2; name another model"
-        )
-
-
 def lora_problems(model: ModelConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a target of model.lora that the model lacks, and problems of the adapter to start from."""
     try:
@@ -225,30 +104,10 @@ def lora_problems(model: ModelConfig, shape: ModelShape) -> Iterator[str]:
         yield from error.lines
 
 
-def sends_adapter(config: Config, shape: ModelShape) -> bool:
-    """Return True if syncs send only the adapter of model.lora, False if they send the merged weights."""
-    return (
-        config.model.lora is not None and (config.sync.lora or "adapter") == "adapter" and not _merging(config, shape)
-    )
-
-
 def sync_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield why sync.lora does not fit the engine or the model."""
-    if config.sync.lora == "adapter" and (reason := _merging(config, shape)):
+    if config.sync.lora == "adapter" and (reason := merge_reason(config, shape)):
         yield f"sync.lora='adapter': must be merged {reason}; leave it out"
-
-
-def _merging(config: Config, shape: ModelShape) -> str:
-    """Return why an engine gets merged weights; empty if it can apply an adapter itself."""
-    if not config.rollout.is_served:
-        return "with rollout.engine='embedded'"
-    if config.rollout.quantization is not None:
-        return f"with rollout.quantization={config.rollout.quantization!r}"
-    if shape.num_experts or shape.kv_lora:
-        return f"for {shape.model_type}, whose experts or latents SGLang adapts with kernels that need a GPU"
-    if shape.linear_layers:
-        return f"for {shape.model_type}, whose linear attention SGLang stacks in other parts"
-    return ""
 
 
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -270,7 +129,7 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             yield (
                 f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
             )
-        elif name == "bias_update_rate" and shape.model_type not in _WITH_BIAS:
+        elif name == "bias_update_rate" and shape.model_type not in WITH_ROUTER_BIAS:
             yield (
                 f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
             )
@@ -312,7 +171,7 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
     """Yield problems if the model lacks positions for the longest sample (prompt and response), or differs in the
     engine.
     """
-    rope = _rope(fields)
+    rope = rope_settings(fields)
     if config.rollout.is_served and rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield (
             f"config.json has mscale_all_dim={rope['mscale_all_dim']:g} without mscale, which SGLang and transformers"
@@ -329,15 +188,10 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
 
 def num_positions(fields: dict[str, Any]) -> int | None:
     """Return the number of positions of a model; None if its config does not limit them."""
-    positions, rope = fields.get("max_position_embeddings"), _rope(fields)
+    positions, rope = fields.get("max_position_embeddings"), rope_settings(fields)
     if not isinstance(positions, int):
         return None
     return int(positions * rope.get("factor", 1)) if rope["rope_type"] == "linear" else positions
-
-
-def _rope(fields: dict[str, Any]) -> dict[str, Any]:
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    return {"rope_type": rope.get("type", "default"), **rope}
 
 
 class KnownModel(NamedTuple):

@@ -26,7 +26,7 @@ from grpo_mega.paths import ENGINES
 from grpo_mega.planner.this_machine import free_on_gpu
 from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems, tool_schemas
 from grpo_mega.preflight.machine import Machine
-from grpo_mega.preflight.model import Model, experts_per_token, sends_adapter
+from grpo_mega.preflight.model import Model
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
@@ -37,7 +37,8 @@ from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
-from grpo_mega.weights.derived import adapter_family, module_names, whole_layers
+from grpo_mega.weights.architecture import experts_per_token
+from grpo_mega.weights.derived import adapter_family, module_names, sends_adapter, whole_layers
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 

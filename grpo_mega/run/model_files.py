@@ -55,13 +55,13 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import read_json
-from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.saving import gather
 from grpo_mega.text import well_formed
 from grpo_mega.weights.apply import execute
+from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.boxes import Box, RankShards, whole
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import difference, resolve_config

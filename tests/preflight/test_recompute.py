@@ -10,8 +10,8 @@ from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.preflight.findings import cut_problems
 from grpo_mega.preflight.machine import Machine
-from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.precision import installed_problems
+from grpo_mega.weights.architecture import shape_of
 from tests.helpers.models import make_config
 
 RAW: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}}
