@@ -30,14 +30,10 @@ from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.preflight.layout import (
-    agent_problems,
-    compiler_problems,
     engine_problems,
     engine_rank_problems,
     layout_problems,
-    padding_problems,
     recompute_problems,
-    served_card_problems,
     window_problems,
     world_size_problems,
 )
@@ -59,6 +55,8 @@ from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_diff
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.code import hidden_python, missing_sandbox
 from grpo_mega.rewards.worker import import_problems
+from grpo_mega.rollout.sessions.tool_schemas import agent_problems
+from grpo_mega.rollout.sglang.requirements import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
 

@@ -30,7 +30,6 @@ from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, meg
 from grpo_mega.weights.spec import BLOCK, ModelShape, Row, Shard
 
 PRECISION_AWARE: Version = (2, 1)  # first Transformer Engine with Adam moments in other dtypes
-SERVED_CAPABILITY: Version = (8, 9)  # lowest capability if SGLang must compute in FP8 blocks without repacking
 # Settings -> variables that contradict them (Transformer Engine 2.9 to 2.20.0.dev0, SGLang 0.5.21).
 _CONTRADICTIONS = {
     "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0": "NVTE_UNFUSED_ATTN=0",  # no attention is left

@@ -24,7 +24,6 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import GIB, FreeMemory
 from grpo_mega.paths import ENGINES
 from grpo_mega.planner.this_machine import free_on_gpu
-from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems, tool_schemas
 from grpo_mega.preflight.machine import Machine
 from grpo_mega.preflight.model import Model
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
@@ -32,8 +31,10 @@ from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.conversations import Conversations
+from grpo_mega.rollout.sessions.tool_schemas import tool_schemas
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, ServedLora
 from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.requirements import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
