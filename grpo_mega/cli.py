@@ -118,7 +118,7 @@ def _report(options: of.ReportOptions) -> int:
         return 0
     if options.port is not None:
         raise ConfigError(f"--port={options.port}: must be with --watch; add it, or leave --port out")
-    from grpo_mega.observe.curves import draw_curves
+    from grpo_mega.observe.picture import draw_curves
     from grpo_mega.observe.report import write_report
     from grpo_mega.paths import CURVES_FILE, METRICS_FILE
 

@@ -32,7 +32,8 @@ from typing import Any, TypeVar
 from grpo_mega import config as configs
 from grpo_mega.config.base import MAX_COUNT
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.curves import by_step, curves, series, steps_done
+from grpo_mega.observe.curves import by_step, curves
+from grpo_mega.observe.picture import series, steps_done
 from grpo_mega.observe.rules import findings
 from grpo_mega.paths import (
     CONFIG_FILE,
@@ -47,7 +48,7 @@ from grpo_mega.paths import (
     read_json,
     write_atomically,
 )
-from grpo_mega.text import filter_output, parse_json_line, read_json_lines, well_formed
+from grpo_mega.text import as_text, filter_output, parse_json_line, read_json_lines, read_lines, well_formed
 from grpo_mega.yaml_text import parse_yaml
 
 PAGE = Path(__file__).with_name("page")
@@ -164,15 +165,6 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
     }
 
 
-def read_lines(path: Path) -> tuple[list[Record], int]:
-    """Return the objects of a JSON lines file, and the number of broken lines, not counting a half-written last one."""
-    if not path.is_file():
-        return [], 0
-    lines = list(read_json_lines(path))
-    num_bad = sum(record is None and line.endswith(b"\n") for line, record in lines)
-    return [record for _, record in lines if record is not None], num_bad
-
-
 def _checked(value: T) -> T:
     """Return the value. Raise ValueError or RecursionError if the page's JSON cannot hold it, such as deep nesting."""
     embedded([[[[[[[[[[value]]]]]]]]]])
@@ -227,11 +219,6 @@ def _layout(raw: Record, num_ranks: Any) -> list[list[str]]:
         rows = [[f"layout.{name}", str(value)] for name, value in shown.items() if value is not None]
         return rows + ([["engine", str(engine)]] if engine else [])
     return []
-
-
-def as_text(value: Any) -> str:
-    """Return a value of the config as text."""
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def samples(path: Path) -> Record:

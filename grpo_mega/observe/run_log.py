@@ -22,7 +22,6 @@ from typing import Any
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.observe.curves import by_step, curves
-from grpo_mega.observe.report import read_lines
 from grpo_mega.observe.rules import Monitor
 from grpo_mega.observe.writers import (
     ConsoleWriter,
@@ -34,7 +33,7 @@ from grpo_mega.observe.writers import (
     Writer,
 )
 from grpo_mega.paths import METRICS_FILE
-from grpo_mega.text import get_console, well_formed
+from grpo_mega.text import get_console, read_lines, well_formed
 from grpo_mega.types import Group, Sample, StepMetrics
 
 Decode = Callable[[Sequence[int]], str]

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.paths import read_file, read_json
+from grpo_mega.formats.hf_files import check_vocabulary, generation_token_ids, read_object
+from grpo_mega.paths import read_file
 from grpo_mega.preflight import render_template
 from grpo_mega.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY, WITHOUT_TOOLS
 
@@ -38,7 +39,7 @@ def check_tokenizer_files(folder: Path, vocab_size: int, *, has_tools: bool = Fa
         )
     for field in ("eos_token_id", "pad_token_id", "bos_token_id"):
         generation_token_ids(folder, field)
-    settings = _read_object(folder / "tokenizer_config.json")
+    settings = read_object(folder / "tokenizer_config.json")
     check_template(folder, settings)
     if has_tools and not takes_tools(find_template(folder, settings) or ""):
         raise ConfigError(
@@ -50,19 +51,6 @@ def check_tokenizer_files(folder: Path, vocab_size: int, *, has_tools: bool = Fa
         check_vocabulary(folder, max(ids), vocab_size)
 
 
-def generation_token_ids(folder: Path, field: str) -> set[int]:
-    """Return the ids in a field of a generation_config.json; empty without one. Raise ConfigError if it is damaged.
-
-    A negative id stands for no padding or start token.
-    """
-    path = folder / "generation_config.json"
-    value = _read_object(path).get(field)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(one) is int and (one >= 0 or field != "eos_token_id") for one in ids):
-        raise ConfigError(f"{path}: {field}={value!r:.60} must be one or more token ids; fetch the file again")
-    return set(ids)
-
-
 def vocabulary_difference(folder: Path, other: Path) -> str | None:
     """Return an example of a token with different ids in two folders' tokenizers; None if they agree on every id."""
     theirs, ours = _vocabulary(folder), _vocabulary(other)
@@ -70,15 +58,6 @@ def vocabulary_difference(folder: Path, other: Path) -> str | None:
         if theirs.get(token) != ours.get(token):
             return f"{token!r} is {theirs.get(token, 'missing')} there and {ours.get(token, 'missing')} here"
     return None
-
-
-def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
-    """Raise ConfigError if the tokenizer has an id for which the model has no embedding."""
-    if largest_id >= vocab_size:
-        raise ConfigError(
-            f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to"
-            f" {largest_id}; give the tokenizer that belongs to the model"
-        )
 
 
 def check_template(folder: Path, settings: dict[str, Any]) -> None:
@@ -172,7 +151,7 @@ def _render(template: str, *arguments: str) -> int | None:
 def _vocabulary(folder: Path) -> dict[str, int | str]:
     """Return the id of each token in a tokenizer.json. Without one, return a digest of each file with a vocabulary."""
     if _token_ids(folder, {}):
-        tokenizer = _read_object(folder / "tokenizer.json")
+        tokenizer = read_object(folder / "tokenizer.json")
         vocabulary = tokenizer["model"]["vocab"]
         ids = vocabulary if isinstance(vocabulary, dict) else {str(pair[0]): i for i, pair in enumerate(vocabulary)}
         return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
@@ -185,7 +164,7 @@ def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return []
-    tokenizer = _read_object(path)
+    tokenizer = read_object(path)
     try:
         vocabulary = tokenizer["model"]["vocab"]
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
@@ -193,19 +172,6 @@ def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
         return [int(i) for i in [*ids, *(settings.get("added_tokens_decoder") or {})]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is no tokenizer ({error!r}); fetch the file again") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no file."""
-    try:
-        value = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}); fetch the file again") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the file again")
-    return value
 
 
 def _wrong(folder: Path, found: str) -> ConfigError:

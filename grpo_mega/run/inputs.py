@@ -35,11 +35,11 @@ from grpo_mega.distributed.libraries import read_libraries, read_variables
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import ConfigError, EngineError, UserError
 from grpo_mega.observe.progress import phase
-from grpo_mega.observe.report import as_text
 from grpo_mega.paths import CHECKPOINTS, LATEST
 from grpo_mega.rollout.sessions.tool_schemas import tool_schemas
 from grpo_mega.run.folder import FirstStart, first_start
 from grpo_mega.run.model_files import ModelFiles, read_model_files, read_tokenizer, training_sampling
+from grpo_mega.text import as_text
 from grpo_mega.user_code import is_user_name, source_files
 
 _WORD = re.compile(r'[^\s",]*\w[^\s",]*')

@@ -32,7 +32,6 @@ from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import Pace, Timers, phase, progress
-from grpo_mega.observe.report import as_text
 from grpo_mega.observe.rules import Health
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
@@ -66,6 +65,7 @@ from grpo_mega.run.model_files import (
 )
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
+from grpo_mega.text import as_text
 from grpo_mega.types import Prompt, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]

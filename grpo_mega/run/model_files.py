@@ -36,8 +36,10 @@ from grpo_mega.formats.adapter import MAX_SHARD_BYTES
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
 from grpo_mega.formats.detect import Manifest
 from grpo_mega.formats.hf_files import (
+    check_vocabulary,
     extra_names,
     folder_tensors,
+    generation_token_ids,
     index_of,
     may_have_extra,
     side_contents,
@@ -55,7 +57,6 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import read_json
-from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.saving import gather

@@ -26,7 +26,6 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import mean_over_updates
 from grpo_mega.observe.progress import Timers, phase
-from grpo_mega.observe.report import read_lines
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import update_policy
@@ -34,6 +33,7 @@ from grpo_mega.run.folder import explained
 from grpo_mega.run.inputs import SameInputs
 from grpo_mega.run.job import TrainingJob, open_training
 from grpo_mega.run.model_files import build_policy
+from grpo_mega.text import read_lines
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 
 _OF_POLICY_LOSS = ("loss/policy", "ratio/", "clip/", "mismatch/")  # metrics without a meaning here
