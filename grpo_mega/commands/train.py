@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_mega import config as configs
 from grpo_mega import processes
@@ -29,6 +29,9 @@ from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, raise_all
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import LOGS
+
+if TYPE_CHECKING:
+    from grpo_mega.observe.run_log import Hooks
 
 
 def run(options: TrainOptions) -> int:
@@ -59,7 +62,17 @@ def train_as_rank(config: Config) -> None:
     with ends_at_first("ending before the first step; nothing is lost", (signal.SIGINT,)):
         with rank_imports(config):
             program = import_module("grpo_mega.run.sft" if config.algorithm.is_sft else "grpo_mega.train")
-        program.run(config)
+            hooks = run_hooks()
+        program.run(config, hooks)
+
+
+def run_hooks() -> Hooks:
+    """Return what the planner and the report add to a run."""
+    from grpo_mega.observe.report_writer import open_report
+    from grpo_mega.observe.run_log import Hooks
+    from grpo_mega.planner.this_machine import free_on_gpu
+
+    return Hooks(open_report, free_on_gpu)
 
 
 def check_config(config: Config, recorded_dtype: str | None = None, *, trains: bool = True) -> Config:

@@ -15,7 +15,8 @@ turn with a reward. Tokens outside the turns have log-prob, mismatch and advanta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -23,18 +24,11 @@ from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.observe.curves import by_step, curves
 from grpo_mega.observe.rules import Monitor
-from grpo_mega.observe.writers import (
-    ConsoleWriter,
-    JsonLinesWriter,
-    Level,
-    ReportWriter,
-    TensorBoardWriter,
-    WandbWriter,
-    Writer,
-)
+from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, TensorBoardWriter, WandbWriter, Writer
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.text import get_console, read_lines, well_formed
 from grpo_mega.types import Group, Sample, StepMetrics
+from grpo_mega.weights.spec import ModelShape
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -89,7 +83,17 @@ class RunLog:
             writer.close()
 
 
-def open_run_log(config: Config, rank: int) -> RunLog:
+@dataclass(frozen=True)
+class Hooks:
+    """What a client adds to a run. The run works without."""
+
+    open_report: Callable[[Config, Callable[[str], None]], Writer] | None = None  # gets the log's `warn`
+    # (config, shape, fields of config.json, number of ranks, ranks per node, GiB of a GPU, whether it uses Transformer
+    # Engine) -> free GiB of a GPU by phase, as planned
+    plan_free: Callable[[Config, ModelShape, dict[str, Any], int, int, float, bool], Mapping[str, float]] | None = None
+
+
+def open_run_log(config: Config, rank: int, hooks: Hooks | None = None) -> RunLog:
     """Open the log of this rank. Rank 0 creates config.run_dir and its files, or continues them."""
     if rank != 0:
         return RunLog()
@@ -103,8 +107,9 @@ def open_run_log(config: Config, rank: int) -> RunLog:
         log.writers.append(WandbWriter(config, log=console.write_message))
     if config.log.tensorboard:
         log.writers.append(TensorBoardWriter(config.run_dir, first_step=max(steps_before, default=0) + 1))
-    # The report writer comes last: when it reads the files, the other writers have written and closed them.
-    log.writers.append(ReportWriter(config.run_dir, config.log.report_interval, warn=log.warn))
+    # The report comes last: when it reads the files, the other writers have written and closed them.
+    if hooks and hooks.open_report:
+        log.writers.append(hooks.open_report(config, log.warn))
     return log
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import uses_gpu
@@ -30,6 +31,7 @@ from grpo_mega.preflight import find_all as find_broken_rules
 from grpo_mega.preflight.machine import CARDS, CPU, CPU_ASSUMED, Card, CpuAssumptions
 from grpo_mega.preflight.model import Model, read_model, read_teachers
 from grpo_mega.processes import GIB, HostRoom, host_room
+from grpo_mega.weights.architecture import experts_per_token
 from grpo_mega.weights.spec import ModelShape
 
 MEMORY = "memory"  # start of the findings on memory
@@ -95,9 +97,17 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
 
 
 def free_on_gpu(
-    config: Config, model: Model, machine: Machine, memory_gib: float, *, uses_te: bool
+    config: Config,
+    shape: ModelShape,
+    fields: dict[str, Any],
+    world_size: int,
+    ranks_per_node: int,
+    memory_gib: float,
+    uses_te: bool,
 ) -> dict[str, float]:
     """Return the memory in GiB that a run leaves free in each phase on this machine's GPUs of `memory_gib`."""
+    model = Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields)
+    machine = Machine(world_size, ranks_per_node)
     card = replace(CARDS["h100"], memory_gib=memory_gib)  # the card's rates do not matter here
     setup = replace(plan_on(card, config, model, machine), teachers=read_teachers(config, []), uses_te=uses_te)
     return Plan(setup).free_gib

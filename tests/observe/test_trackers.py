@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.observe.run_log import open_run_log
+from grpo_mega.observe.report_writer import open_report
+from grpo_mega.observe.run_log import Hooks, open_run_log
 from grpo_mega.observe.writers import SAME, other_names, wandb_mode
 from grpo_mega.preflight import find_problems, this_machine
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
@@ -38,7 +39,7 @@ def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    log = open_run_log(make_config(tmp_path, wandb=True), rank=0)
+    log = open_run_log(make_config(tmp_path, wandb=True), 0, Hooks(open_report))
     log.log_step(1, METRICS)
     group = make_group(4)
     group.prompt = replace(group.prompt, text=PROMPT + HOSTILE)

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.run_log import RunLog, num_logged, open_run_log, sample_row, token_ends
+from grpo_mega.observe.report_writer import open_report
+from grpo_mega.observe.run_log import Hooks, RunLog, num_logged, open_run_log, sample_row, token_ends
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Context, Group, Prompt, Sample, Span
 
@@ -120,7 +121,7 @@ def test_a_resumed_run_continues_the_same_file(tmp_path: Path) -> None:
 
 
 def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = open_run_log(make_config(tmp_path, samples_per_step=2), rank=0)
+    log = open_run_log(make_config(tmp_path, samples_per_step=2), 0, Hooks(open_report))
     log.message("loaded [3] prompts")
     log.log_eval(0, {"eval/score": 0.5, "eval/accuracy": 0.625})
     log.log_step(1, METRICS)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from grpo_mega.commands.train import run_hooks
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfer_class
@@ -45,7 +46,7 @@ GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each respon
 def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int) -> dict[str, Any] | None:
     """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective."""
     waits = Waits()
-    with waits.installed(), open_job(config) as job:
+    with waits.installed(), open_job(config, hooks=run_hooks()) as job:
         if lengths is not None:
             _replace_sampling(job, lengths)
         recorder = Recorder(job, waits)
