@@ -16,11 +16,11 @@ import requests
 import yaml
 
 from grpo_mega import cli
+from grpo_mega.cli.preflight import Findings
+from grpo_mega.cli.preflight.layout import world_size_problems
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import RewardError
-from grpo_mega.preflight import Findings
-from grpo_mega.preflight.layout import world_size_problems
 from tests.helpers.commands import HEAVY, imported, run_command
 from tests.helpers.http_servers import serving
 
@@ -57,7 +57,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module.run = configs.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
-    monkeypatch.setattr("grpo_mega.planner.this_machine.find_all", lambda config, machine: Findings())
+    monkeypatch.setattr("grpo_mega.cli.planner.this_machine.find_all", lambda config, machine: Findings())
     return configs
 
 

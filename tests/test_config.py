@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_mega import config
-from grpo_mega.commands.config import find_keys
+from grpo_mega.cli.commands.config import find_keys
 from grpo_mega.config import data as config_data
 from grpo_mega.errors import ConfigError
 

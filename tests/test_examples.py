@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo_mega.cli.preflight.layout import layout_problems
 from grpo_mega.config import load
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
-from grpo_mega.preflight.layout import layout_problems
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.weights.spec import ModelShape

@@ -2,7 +2,7 @@
 torch.
 
 run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule that
-needs more than the config itself (files, the model, the machine) is in preflight/.
+needs more than the config itself (files, the model, the machine) is in cli/preflight/.
 
 Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written. An error is one
 line with the key, its value and the fix.

@@ -130,7 +130,7 @@ def test_every_command_with_ranks_refuses_or_names_the_difference(
         monkeypatch.setenv(name, "")  # so that pytest restores variables set by the code
         monkeypatch.delenv(name)
     for function in ("train.launch", "eval.launch", "check.launch_processes"):
-        monkeypatch.setattr(f"grpo_mega.commands.{function}", lambda *request: 3)
+        monkeypatch.setattr(f"grpo_mega.cli.commands.{function}", lambda *request: 3)
     monkeypatch.syspath_prepend(fake_packages(tmp_path, {"transformers": "5.13.0"}))
     arguments = [*command.replace("CONFIG", str(inputs)).split(), "--set", f"run_dir={tmp_path / 'run'}"]
     assert cli.main(arguments) == 2

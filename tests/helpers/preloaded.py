@@ -46,11 +46,11 @@ IMPORTS = (
     "tokenizers",
     "math_verify",
     "grpo_mega.train",
-    "grpo_mega.commands.eval",
-    "grpo_mega.commands.check",
-    "grpo_mega.commands.convert",
+    "grpo_mega.cli.commands.eval",
+    "grpo_mega.cli.commands.check",
+    "grpo_mega.cli.commands.convert",
     "grpo_mega.rollout.embedded.engine",
-    "grpo_mega.preflight",
+    "grpo_mega.cli.preflight",
 )
 # Variables that are read when Python starts or a library is imported, so they must be the server's.
 READ_AT_IMPORT = (
@@ -64,7 +64,7 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
 )
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
-PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.commands.verify_outputs")
+PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.cli.commands.verify_outputs")
 CLIENT = """#!{python} -IS
 import array, json, os, select, signal, socket, sys
 arguments = sys.argv[1:]

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from grpo_mega.cli.report import report
+from grpo_mega.cli.report.live import Source
+from grpo_mega.cli.report.report import embedded, read_run, write_report
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe import curves, report
-from grpo_mega.observe.live import Source
-from grpo_mega.observe.report import embedded, read_run, write_report
+from grpo_mega.observe import curves
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.writers import JsonLinesWriter
 from tests.helpers.run_folders import HOSTILE, make_conversation, make_run, write_lines

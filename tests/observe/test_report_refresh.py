@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_mega.observe import report_writer
-from grpo_mega.observe.report_writer import ReportWriter
+from grpo_mega.cli.report import writer as report_writer
+from grpo_mega.cli.report.writer import ReportWriter
 from tests.helpers.run_folders import make_run
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mega import config
+from grpo_mega.cli.report.writer import open_report
 from grpo_mega.observe.curves import by_step, read_curves
-from grpo_mega.observe.report_writer import open_report
 from grpo_mega.observe.rules import RULES, Finding, Monitor, findings
 from grpo_mega.observe.run_log import Hooks, open_run_log
 from grpo_mega.observe.writers import JsonLinesWriter

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.observe.report_writer import open_report
+from grpo_mega.cli.preflight import find_problems, this_machine
+from grpo_mega.cli.report.writer import open_report
 from grpo_mega.observe.run_log import Hooks, open_run_log
 from grpo_mega.observe.writers import SAME, other_names, wandb_mode
-from grpo_mega.preflight import find_problems, this_machine
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 from tests.observe.test_writers import METRICS, PROMPT, decode, make_config, make_group, read
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.report_writer import open_report
+from grpo_mega.cli.report.writer import open_report
 from grpo_mega.observe.run_log import Hooks, RunLog, num_logged, open_run_log, sample_row, token_ends
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Context, Group, Prompt, Sample, Span

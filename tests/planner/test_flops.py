@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from grpo_mega.cli.planner.state import count_flops
 from grpo_mega.errors import ConfigError
-from grpo_mega.planner.state import count_flops
 from grpo_mega.weights.architecture import layer_weights
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.models import make_config, make_model

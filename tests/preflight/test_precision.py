@@ -6,6 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_mega.cli.preflight.layout import layout_problems
+from grpo_mega.cli.preflight.precision import (
+    bf16_layer_problems,
+    block_problems,
+    environment,
+    moments_problems,
+    resolve_dtype,
+    variable_problems,
+)
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
 from grpo_mega.distributed.kernels import (
     RECIPES,
@@ -18,15 +27,6 @@ from grpo_mega.distributed.kernels import (
     transformer_engine_problems,
 )
 from grpo_mega.errors import ConfigError, raise_all
-from grpo_mega.preflight.layout import layout_problems
-from grpo_mega.preflight.precision import (
-    bf16_layer_problems,
-    block_problems,
-    environment,
-    moments_problems,
-    resolve_dtype,
-    variable_problems,
-)
 from grpo_mega.weights.spec import ModelShape
 
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)

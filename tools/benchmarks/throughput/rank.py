@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from grpo_mega.commands.train import run_hooks
+from grpo_mega.cli.commands.train import run_hooks
+from grpo_mega.cli.planner.state import count_flops
+from grpo_mega.cli.preflight.model import read_model
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfer_class
 from grpo_mega.observe.progress import Timers
-from grpo_mega.planner.state import count_flops
-from grpo_mega.preflight.model import read_model
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.run.engines import ranks_per_node
