@@ -54,7 +54,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Replace train.run by a function that only records configs. Return the recorded configs."""
     configs: list[Config] = []
     module = types.ModuleType("grpo_mega.train")
-    module.run = configs.append  # type: ignore[attr-defined]
+    module.run = lambda config, hooks: configs.append(config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
     monkeypatch.setattr("grpo_mega.cli.planner.this_machine.find_all", lambda config, machine: Findings())
