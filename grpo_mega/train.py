@@ -5,8 +5,6 @@ all groups. So every rank computes the same advantages and the same packing. The
 micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

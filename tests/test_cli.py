@@ -183,7 +183,8 @@ def test_one_rank_runs_in_this_process(
     config_file: Path, no_rank: None, monkeypatch: pytest.MonkeyPatch, trained: list[Config]
 ) -> None:
     environments: list[dict[str, str]] = []
-    monkeypatch.setattr(sys.modules["grpo_mega.train"], "run", lambda config: environments.append(dict(os.environ)))
+    program = sys.modules["grpo_mega.train"]
+    monkeypatch.setattr(program, "run", lambda config, hooks: environments.append(dict(os.environ)))
     assert cli.main(["train", str(config_file), "--set", "steps=3"]) == 0
     (environment,) = environments
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
@@ -228,7 +229,7 @@ def test_an_error_of_another_rank_names_the_rank(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(config: Config) -> None:
+    def fail(config: Config, hooks: object) -> None:
         raise RewardError("no sample can be scored")
 
     monkeypatch.setattr(sys.modules["grpo_mega.train"], "run", fail)

@@ -27,7 +27,7 @@ HOSTILE = (
     "[bold]markup[/bold] [/] :smile:, tab\t, é漢🙂, end"
 )
 OTHERWISE_FILTERED = {  # scripts whose __main__ block does not install the filter
-    "grpo_mega/cli/__init__.py": "main installs it",
+    "grpo_mega/cli/__main__.py": "main installs it",
     "grpo_mega/grpo.py": "the command line's main installs it",
     "grpo_mega/rollout/sglang/server_main.py": "writes to the server's log file alone",
     "grpo_mega/cli/preflight/render_template.py": "prints nothing, and imports nothing of the package",

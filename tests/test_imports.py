@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_mega"
 
 # A module or package below grpo_mega or grpo_mega.cli imports only names that are earlier in this list.
-# The library is what a rank runs. The clients are what only a command uses.
+# The library runs on every rank. The clients run only in commands.
 LIBRARY = """
 __init__ errors text yaml_text processes http_client types paths user_code config weights batching rewards
 data algorithm observe

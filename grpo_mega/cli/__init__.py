@@ -5,8 +5,6 @@ rule on stderr and exit code 2. distributed/launch.py describes how a process be
 check.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

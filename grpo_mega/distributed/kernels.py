@@ -1,11 +1,9 @@
-"""The kernels that a run gets, and what attention and the FP8 recipes need from the GPU and the installed packages.
+"""The kernels that a run gets, and the GPU and packages that attention and the FP8 recipes need.
 
 Kernels are from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch. On a CPU they are all
 torch's. This module does not import torch or these packages, because Megatron has already tried to load them. The
 package `apex` on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ package is not possible: SGLang pins torch and transformers exactly. Its kernels
 that they were not built for, but then they misread tensors.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple

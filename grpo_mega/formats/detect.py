@@ -5,8 +5,6 @@ A converted Megatron checkpoint contains the Hugging Face files that belong to i
 checkpoint written by training, these files are in the folder that the run started from, named in the run's config.yaml.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ A safetensors file has 8 bytes with the header's length N in little-endian, N by
 Offsets in the header count from its end.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 If an import of Transformer Engine fails for lack of a module, Megatron continues without it and silently ignores FP8.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

@@ -6,8 +6,6 @@ them and the output weight. Parameters are not initialized here: weights.apply f
 from a seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

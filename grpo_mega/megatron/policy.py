@@ -5,8 +5,6 @@ computed. Between updates `memory` can offload the policy itself to the host. Me
 except `tensors`. Every method is collective: all ranks must call it together.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ device. No other package sees Megatron's global state. Ranks that only generate 
 layout's ranks, and Megatron does not know them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """metrics.jsonl as curves: each metric by step. The last line of a step counts, because a resumed run repeats steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -13,12 +13,9 @@ A conversation of an agent also has `messages`, `turns`: the (first token, end) 
 turn with a reward. Tokens outside the turns have log-prob, mismatch and advantage 0, and do not count in `advantage`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
@@ -28,7 +25,6 @@ from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, Ten
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.text import get_console, read_lines, well_formed
 from grpo_mega.types import Group, Sample, StepMetrics
-from grpo_mega.weights.spec import ModelShape
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -83,17 +79,16 @@ class RunLog:
             writer.close()
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What a client adds to a run. The run works without."""
+class Hooks(NamedTuple):
+    """Functions that a client adds to a run. The run works without them."""
 
-    open_report: Callable[[Config, Callable[[str], None]], Writer] | None = None  # gets the log's `warn`
+    open_report: Callable[..., Writer] | None = None  # (folder, steps between pages, the log's `warn`)
     # (config, shape, fields of config.json, number of ranks, ranks per node, GiB of a GPU, whether it uses Transformer
     # Engine) -> free GiB of a GPU by phase, as planned
-    plan_free: Callable[[Config, ModelShape, dict[str, Any], int, int, float, bool], Mapping[str, float]] | None = None
+    plan_free: Callable[..., Mapping[str, float]] | None = None
 
 
-def open_run_log(config: Config, rank: int, hooks: Hooks | None = None) -> RunLog:
+def open_run_log(config: Config, rank: int, hooks: Hooks) -> RunLog:
     """Open the log of this rank. Rank 0 creates config.run_dir and its files, or continues them."""
     if rank != 0:
         return RunLog()
@@ -108,8 +103,8 @@ def open_run_log(config: Config, rank: int, hooks: Hooks | None = None) -> RunLo
     if config.log.tensorboard:
         log.writers.append(TensorBoardWriter(config.run_dir, first_step=max(steps_before, default=0) + 1))
     # The report comes last: when it reads the files, the other writers have written and closed them.
-    if hooks and hooks.open_report:
-        log.writers.append(hooks.open_report(config, log.warn))
+    if hooks.open_report:
+        log.writers.append(hooks.open_report(config.run_dir, config.log.report_interval, log.warn))
     return log
 
 

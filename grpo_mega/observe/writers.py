@@ -6,8 +6,6 @@ complete when a run is killed. A resumed run appends to the same files, and the 
 The package of a tracker is imported when its writer starts.
 """
 
-from __future__ import annotations
-
 import netrc
 import os
 import sys

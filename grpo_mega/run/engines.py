@@ -1,7 +1,5 @@
 """Build the engine of the config, and the weight sync that fills it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

@@ -12,8 +12,6 @@
 `claim` is called before any rank starts. Two runs never share a folder. It is new, resumed with --resume, or refused.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

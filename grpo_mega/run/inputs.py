@@ -7,8 +7,6 @@ up to 64 MiB. Of a larger one 4 MiB are hashed: its start, with the header, and 
 If a value differs, or a rank cannot read its inputs, all ranks end with the same line, which names rank and node.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

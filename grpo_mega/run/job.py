@@ -4,8 +4,6 @@ These actions are resume, save, stop, and the end of a run that has diverged. Ev
 policy: they only generate, and the other ranks save for them.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
@@ -390,7 +388,7 @@ def open_training(
     sampler: Sampler,
     policy: Policy | None,
     timers: Timers,
-    hooks: Hooks | None = None,
+    hooks: Hooks,
 ) -> TrainingJob:
     """Open the log, the watchdog and the checkpoints. The end of `stack` closes them."""
     log = open_log(config, runtime, data.notes, hooks)
@@ -414,7 +412,7 @@ def open_training(
     )
 
 
-def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hooks | None) -> RunLog:
+def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hooks) -> RunLog:
     """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
 
     Log the set of package versions, the kernels in use, the loaded libraries and the variables that change numbers, the

@@ -7,8 +7,6 @@ hashes in a thread during the first step, and only a resumed run waits for it. D
 read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -7,8 +7,6 @@ A step trains batch.prompts_per_step rows in one optimizer step. The rows are th
 of seed and step: each row once per epoch, and a step may take the last rows of an epoch and the first of the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -54,7 +52,7 @@ def run(config: Config, hooks: Hooks | None = None) -> None:
         model, _, data, sampler = inputs.found
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
         policy = build_policy(config, model, runtime)
-        job = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks)
+        job = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks or Hooks())
         stack.enter_context(job.saved_on_failure())
         stack.enter_context(job.listening())
         first, tracer = job.resume(), job.tracer()

@@ -1,8 +1,7 @@
-"""What follows from a model's resolved config.json: its shape, unsupported features, experts and work per token. Needs
-no torch.
-"""
+"""The model that a resolved config.json describes: its shape, unsupported features, experts and work per token.
 
-from __future__ import annotations
+Needs no torch.
+"""
 
 from collections.abc import Iterator
 from typing import Any

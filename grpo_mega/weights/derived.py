@@ -12,8 +12,6 @@ in two tensors, one of queries, keys, values and gates, the other of rates and d
 names of full attention. It serves the language model of a multimodal model alone, under the names of a text model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast

@@ -1,7 +1,5 @@
 """`grpo-mega config [KEY] [--markdown]`: print the keys of the config with type, default and description."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Iterator

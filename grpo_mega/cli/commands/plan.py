@@ -1,7 +1,5 @@
 """`grpo-mega plan`: predict without a GPU whether a job fits in memory, and how fast it is."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,7 +32,16 @@ def run(options: PlanOptions) -> int:
             raise
         setup, findings = None, Findings(list(error.lines))
     if setup is None or findings.violations:
-        refusal = report.refusal_json(options.gpu, findings)
+        refusal = {
+            "fits": False,
+            "peak_gib": None,
+            "capacity_gib": None,
+            "violations": findings.violations,
+            "notes": findings.notes,
+            "tokens_per_second_per_gpu": None,
+            "step_seconds": None,
+            "gpu": options.gpu,
+        }
         print(json.dumps(refusal, indent=1) if options.is_json else report.refusal_text(findings))
         return ILLEGAL
     plan = Plan(setup)

@@ -6,8 +6,6 @@ all ranks.
 `sft` is supervised fine-tuning on demonstrations. It takes the path of `train`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -17,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega import processes
@@ -29,9 +27,6 @@ from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, raise_all
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import LOGS
-
-if TYPE_CHECKING:
-    from grpo_mega.observe.run_log import Hooks
 
 
 def run(options: TrainOptions) -> int:
@@ -62,17 +57,10 @@ def train_as_rank(config: Config) -> None:
     with ends_at_first("ending before the first step; nothing is lost", (signal.SIGINT,)):
         with rank_imports(config):
             program = import_module("grpo_mega.run.sft" if config.algorithm.is_sft else "grpo_mega.train")
-            hooks = run_hooks()
-        program.run(config, hooks)
-
-
-def run_hooks() -> Hooks:
-    """Return what the planner and the report add to a run."""
-    from grpo_mega.cli.planner.this_machine import free_on_gpu
-    from grpo_mega.cli.report.writer import open_report
-    from grpo_mega.observe.run_log import Hooks
-
-    return Hooks(open_report, free_on_gpu)
+            from grpo_mega.cli.planner.this_machine import free_on_gpu
+            from grpo_mega.cli.report.writer import ReportWriter
+            from grpo_mega.observe.run_log import Hooks
+        program.run(config, Hooks(ReportWriter, free_on_gpu))
 
 
 def check_config(config: Config, recorded_dtype: str | None = None, *, trains: bool = True) -> Config:

@@ -6,8 +6,6 @@ same names and row order. transformers is the oracle. It runs in a separate proc
 change torch's constructors.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -14,8 +14,6 @@ its input, scales included; o: bytes per element that the layer after attention 
 it keeps the input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

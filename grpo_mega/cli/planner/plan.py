@@ -5,8 +5,6 @@ when it is asked for. Other plans for the same job: all legal layouts, single ch
 placement of the engines.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

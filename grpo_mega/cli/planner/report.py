@@ -4,8 +4,6 @@ The JSON has the fields that scripts need most at the top level, then every figu
 notes.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,20 +168,6 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "figures": {section.name: [figure.as_json() for figure in section.figures] for section in sections(plan)},
         "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
     } | suggestions
-
-
-def refusal_json(gpu: str, findings: Findings) -> dict[str, Any]:
-    """Return the JSON for a config that breaks a rule and therefore has no plan."""
-    return {
-        "fits": False,
-        "peak_gib": None,
-        "capacity_gib": None,
-        "violations": findings.violations,
-        "notes": findings.notes,
-        "tokens_per_second_per_gpu": None,
-        "step_seconds": None,
-        "gpu": gpu,
-    }
 
 
 def _placement_json(plan: Plan) -> dict[str, Any] | None:

@@ -316,24 +316,6 @@ class Flops:
         return 3 * self.forward
 
 
-def count_flops(
-    shape: ModelShape, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None
-) -> Flops:
-    """Count a pass over segments of `lengths` tokens, with `num_outputs` tokens (None: all) through the output layer.
-
-    Raise ConfigError for an MoE model without its number of experts per token.
-    """
-    num_tokens = sum(lengths)
-    num_pairs = sum(n * (n + 1) // 2 - unseen_pairs(shape, n) for n in lengths)
-    return flops_of_totals(
-        shape,
-        num_tokens,
-        num_pairs,
-        num_tokens if num_outputs is None else num_outputs,
-        experts_per_token=experts_per_token,
-    )
-
-
 def flops_of_totals(
     shape: ModelShape, num_tokens: float, num_pairs: float, num_outputs: float, *, experts_per_token: int = 0
 ) -> Flops:

@@ -9,8 +9,6 @@ and calls of a small operation. It measures CPU time of one thread, so a busy ma
 is for a machine without other work.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -106,10 +104,10 @@ def free_on_gpu(
     uses_te: bool,
 ) -> dict[str, float]:
     """Return the memory in GiB that a run leaves free in each phase on this machine's GPUs of `memory_gib`."""
-    model = Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields)
-    machine = Machine(world_size, ranks_per_node)
     card = replace(CARDS["h100"], memory_gib=memory_gib)  # the card's rates do not matter here
-    setup = replace(plan_on(card, config, model, machine), teachers=read_teachers(config, []), uses_te=uses_te)
+    model = Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields)
+    setup = plan_on(card, config, model, Machine(world_size, ranks_per_node))
+    setup = replace(setup, teachers=read_teachers(config, []), uses_te=uses_te)
     return Plan(setup).free_gib
 
 

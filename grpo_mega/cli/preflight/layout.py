@@ -1,7 +1,5 @@
 """Rules for `layout` and `rollout`: the number of ranks, and how the model is split over trainer and engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from grpo_mega.cli.preflight.precision import rollout_block_problems

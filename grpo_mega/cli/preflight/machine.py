@@ -4,8 +4,6 @@ Peaks of cards are from NVIDIA's data sheets (dense, without sparsity). The assu
 them. Every number of the planner that does not come from the config or the model is here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields

@@ -5,8 +5,6 @@ plans read. A model is found by its short name (`--model llama-3-70b`), by its i
 folder named like the end of its id.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ tensor's maximum, `blockwise` in blocks of 128 (DeepSeek-V3, arXiv:2412.19437, s
 (OCP MX).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

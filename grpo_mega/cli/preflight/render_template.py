@@ -5,8 +5,6 @@ The exit code is 0 if it ends, also if the template refuses the messages. Otherw
 of the limit. With the argument "tools" it is WITHOUT_TOOLS if the template does not write the tools of a request.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -7,8 +7,6 @@ the messages, the ranks report it, because their errors name the row. Without a 
 after the tokenizer is loaded (`check_vocabulary`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.cli.preflight import render_template
-from grpo_mega.cli.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY, WITHOUT_TOOLS
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.hf_files import check_vocabulary, generation_token_ids, read_object
 from grpo_mega.paths import read_file
@@ -122,15 +119,15 @@ def bound_problem(template: str) -> str | None:
     if code is None:
         return f"does not end within {WALL_SECONDS:g} s"
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"does not end within {CPU_SECONDS} s of computing"
-    if code == OUT_OF_MEMORY or code < 0:
-        return f"needs more than {MEMORY_BYTES >> 20} MiB of memory, or recurs too deeply"
+        return f"does not end within {render_template.CPU_SECONDS} s of computing"
+    if code == render_template.OUT_OF_MEMORY or code < 0:
+        return f"needs more than {render_template.MEMORY_BYTES >> 20} MiB of memory, or recurs too deeply"
     return None if code == 0 else f"could not be rendered to check it (exit code {code})"
 
 
 def takes_tools(template: str) -> bool:
     """Return True if a template writes the tools of a request."""
-    return _render(template, "tools") != WITHOUT_TOOLS
+    return _render(template, "tools") != render_template.WITHOUT_TOOLS
 
 
 def _render(template: str, *arguments: str) -> int | None:

@@ -5,8 +5,6 @@ run. The page asks for the data every second. The server reads the run's files o
 at most MAX_SHARE of a core for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import sys

@@ -4,8 +4,6 @@ Values that are not finite leave a gap in a picture. The report keeps at most MA
 mean of several steps, or the maximum for metrics whose name ends in "max".
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ between them. `python -m grpo_mega.cli.report.report RUN_DIR` writes the page at
 seconds used.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Keep a run's report up to date while it trains."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -11,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_mega.cli.report.report import write_report
-from grpo_mega.config import Config
 from grpo_mega.observe.writers import Writer
 from grpo_mega.paths import REPORT_FILE
 from grpo_mega.types import StepMetrics
@@ -69,8 +66,3 @@ class ReportWriter(Writer):
             self._has_warned = True
             with contextlib.suppress(Exception):  # log files may already be closed
                 self._warn(f"the run's report cannot be written ({' '.join(why.split())}); training continues")
-
-
-def open_report(config: Config, warn: Callable[[str], None]) -> Writer:
-    """Return the writer of a run's report."""
-    return ReportWriter(config.run_dir, config.log.report_interval, warn)

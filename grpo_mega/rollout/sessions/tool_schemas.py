@@ -3,8 +3,6 @@
 A child process imports the functions, because user code never runs in the process of a command or a rank.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

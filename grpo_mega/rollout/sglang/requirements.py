@@ -1,6 +1,4 @@
-"""What a SGLang server needs from the model, the GPU and the machine. Imports neither SGLang nor torch."""
-
-from __future__ import annotations
+"""Requirements of a SGLang server on the model, the GPU and the machine. Imports neither SGLang nor torch."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack_mini_batches
-from grpo_mega.cli.planner.state import count_flops
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
@@ -31,6 +30,7 @@ from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.flops import count_flops
 from tools.benchmarks.gpu.kernels import profiled
 from tools.benchmarks.gpu.models import hf_config_of, layers_that_fit, peak_tflops, shape_of
 from tools.benchmarks.gpu.rank import Figure, Options, config_of, seconds_of
