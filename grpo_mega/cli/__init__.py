@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 def _exit_code_of(act: Callable[[], int]) -> int:
     """Call `act` with filtered output. Errors that the user can correct are printed, one line each."""
     filter_output()
-    _bypass_proxies()
+    bypass_proxies()
     try:
         code = act()
         sys.stdout.flush()
@@ -65,7 +65,7 @@ def _exit_code_of(act: Callable[[], int]) -> int:
         return _refuse([f"{error.filename or 'a file'} cannot be written ({error.strerror}); free its disk"])
 
 
-def _bypass_proxies() -> None:
+def bypass_proxies() -> None:
     """Make the clients of this process, and of all that it starts, reach this machine without the user's HTTP proxy."""
     for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
         hosts = os.environ.get(name, os.environ.get(other, "")).split(",")

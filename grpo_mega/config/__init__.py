@@ -131,10 +131,7 @@ def read(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 def validate(raw: dict[str, Any]) -> Config:
     """Return a Config from a nested dict. Raise ConfigError for all problems. The rules between sections come last."""
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(*problems_of(Config, error)) from None
+    return Config.model_validate(raw)
 
 
 def dump(config: Config) -> str:

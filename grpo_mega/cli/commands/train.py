@@ -23,8 +23,8 @@ from grpo_mega.cli.commands.options import RewardOptions, SftOptions, TrainOptio
 from grpo_mega.config import Config
 from grpo_mega.config.data import ALIASES, as_sft
 from grpo_mega.distributed.environment import bind_to_gpu_cores, library_environment, uses_gpu
-from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
-from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, raise_all
+from grpo_mega.distributed.launch import current_rank, ends_at_first, launch, launch_processes
+from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, RunFailed, raise_all
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import LOGS
 
@@ -35,19 +35,33 @@ def run(options: TrainOptions) -> int:
     config = configs.load(options.config, [*overrides_of(options), *profile])
     if config.algorithm.is_sft:
         raise ConfigError("algorithm.recipe=sft: must be left to grpo-mega sft; start that command, or use another one")
-    return train(config, options.resume, options.argv)
+    return train(config, options.resume, ["grpo-mega", *options.argv])
 
 
-def train(config: Config, resume: bool, argv: Sequence[str]) -> int:
-    """Train on all ranks. Return the exit code. `argv` is for the run's record."""
+def start(config: Config, resume: bool) -> None:
+    """Train for a Python program, which grpo_mega.start describes. Its process becomes a rank only under a launcher."""
+    command = [sys.executable, *sys.argv]
+    code = train(with_steps(config) if config.algorithm.is_sft else config, resume, command, starts_processes=True)
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise RunFailed(code)
+
+
+def train(config: Config, resume: bool, command: list[str], *, starts_processes: bool = False) -> int:
+    """Train on all ranks. Return the exit code. `command` is for the run's record.
+
+    With `starts_processes` also the only rank of a run is a new process.
+    """
     from grpo_mega.run import folder as run_folder
 
     config = check_config(config, run_folder.recorded_dtype(config.run_dir) if resume else None)
     world_size, log_dir = config.layout.world_size, config.run_dir / LOGS
     if current_rank():  # rank 0 claims
         return launch(train_as_rank, config, world_size, log_dir)
-    with run_folder.claim(config, resume=resume, argv=list(argv)) as claim:
-        code = launch(train_as_rank, config, world_size, log_dir)
+    start_all = launch_processes if starts_processes and current_rank() is None else launch
+    with run_folder.claim(config, resume=resume, command=command) as claim:
+        code = start_all(train_as_rank, config, world_size, log_dir)
         if code in (EXIT_USER_ERROR, EXIT_INTERRUPTED):
             claim.discard_unstarted()
         return code
@@ -172,7 +186,7 @@ def _spaced(values: Sequence[object]) -> str:
 def run_sft(options: SftOptions) -> int:
     """Train with a config file and its overrides. Return the exit code."""
     config = configs.validate(as_sft(configs.read(options.config, list(options.overrides))))
-    return train(with_steps(config), options.resume, options.argv)
+    return train(with_steps(config), options.resume, ["grpo-mega", *options.argv])
 
 
 def with_steps(config: Config) -> Config:

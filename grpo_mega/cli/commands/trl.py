@@ -51,7 +51,7 @@ def run(options: TrlOptions) -> int:
     config, resume, notes = read_config(options.argv[1:], os.environ)
     if not current_rank():
         print_notes(notes)
-    return train(config, resume, options.argv)
+    return train(config, resume, ["grpo-mega", *options.argv])
 
 
 def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Config, bool, list[str]]:
