@@ -28,7 +28,7 @@ def start(config: Config, *, resume: bool = False) -> None:
     Raises a UserError with one line per broken rule before anything starts, and RunFailed if a rank fails.
     """
     from grpo_mega.cli import bypass_proxies
-    from grpo_mega.commands import train
+    from grpo_mega.cli.commands import train
 
     bypass_proxies()
     train.start(config, resume)
