@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from grpo_mega.cli.commands.options import KeyOptions
-from grpo_mega.config import Config
+from grpo_mega.config import INCLUDE, Config
 from grpo_mega.config.base import Section, inner_section
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import nearest
@@ -27,9 +27,18 @@ class Key:
     description: str
 
 
+_INCLUDE = Key(
+    INCLUDE,
+    "path",
+    "",
+    "Another config file, relative to this one. The keys of this file go over its keys, section by section; a list "
+    "replaces a list. The other file includes none. RUN_DIR/config.yaml has all keys.",
+)
+
+
 def run(options: KeyOptions) -> int:
     """Print a key, the keys of a section, or all keys. Raise ConfigError for an unknown key."""
-    key, keys = options.key, list(find_keys(Config))
+    key, keys = options.key, [_INCLUDE, *find_keys(Config)]
     wanted = [] if key is None else key.replace("[]", "").split(".")
 
     def is_wanted(one: Key) -> bool:  # the wanted key, or a key in the wanted section
