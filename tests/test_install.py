@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from grpo_mega.preflight.versions import SETS, installed_set
+from grpo_mega.distributed.versions import SETS, installed_set
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "install_gpu.sh"

@@ -12,8 +12,8 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega import config as configs
-from grpo_mega.commands.eval import make_request
-from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
+from grpo_mega.cli.commands.eval import make_request
+from grpo_mega.cli.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.config import EvalConfig
 from grpo_mega.errors import ConfigError, ResumeError, UserError
 from grpo_mega.preflight.versions import installed_set

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
-from grpo_mega.commands.check import Case, Difference, compare_outcomes
+from grpo_mega.cli.commands.check import Case, Difference, compare_outcomes
 from tests.distributed.forced_routes import force_routes, routes_of
 from tests.distributed.layout_cases import (
     METHODS,

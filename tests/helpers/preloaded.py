@@ -49,11 +49,11 @@ IMPORTS = (
     "tokenizers",
     "math_verify",
     "grpo_mega.train",
-    "grpo_mega.commands.eval",
-    "grpo_mega.commands.check",
-    "grpo_mega.commands.convert",
+    "grpo_mega.cli.commands.eval",
+    "grpo_mega.cli.commands.check",
+    "grpo_mega.cli.commands.convert",
     "grpo_mega.rollout.embedded.engine",
-    "grpo_mega.preflight",
+    "grpo_mega.cli.preflight",
 )
 # Variables that are read when Python starts or a library is imported, so they must be the server's.
 READ_AT_IMPORT = (
@@ -67,7 +67,7 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
 )
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
-PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.commands.verify_outputs")
+PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.cli.commands.verify_outputs")
 SGLANG = "grpo_mega.rollout.sglang.server_main"
 SGLANG_IMPORTS = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.server_args")
 # Variables of a server on the CPU that are read when SGLang is imported. The engine sets them (server_environment).

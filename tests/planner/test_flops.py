@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import ConfigError
-from grpo_mega.planner.state import count_flops, layer_weights
-from grpo_mega.preflight.versions import installed_set
+from grpo_mega.weights.architecture import layer_weights
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.models import make_config, make_model
+from tools.benchmarks.flops import count_flops
 
 # Llama-3.1-8B: 32 heads of 128, 8 key-value heads.
 LLAMA = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, False)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from grpo_mega.cli.preflight import find_problems, this_machine
 from grpo_mega.config import load
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight import find_problems, this_machine
 from grpo_mega.rewards import NoScore, code, registry
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.code import Program, SandboxFailed, missing_sandbox, run_programs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_mega import config as configs
-from grpo_mega.commands.check import Case, run_cases
+from grpo_mega.cli.commands.check import Case, run_cases
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Group, Prompt, Sample

@@ -13,9 +13,9 @@ from packaging.version import Version
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 
 from grpo_mega.distributed.device import Device
+from grpo_mega.distributed.kernels import attention_problems
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron import loaded_kernels
-from grpo_mega.preflight.precision import attention_problems
 from grpo_mega.weights.spec import ModelShape
 from tests.te_on_cpu.emulated_te import machine
 

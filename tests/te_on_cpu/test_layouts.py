@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from grpo_mega import config as configs
-from grpo_mega.commands import check as checks
-from grpo_mega.commands.check import Case, Outcome, compare_outcomes, with_layout
+from grpo_mega.cli.commands import check as checks
+from grpo_mega.cli.commands.check import Case, Outcome, compare_outcomes, with_layout
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Sample
 from tests.distributed.layout_cases import LogitsCase, label, make_sequences, probe

@@ -17,13 +17,13 @@ import transformer_engine_torch as tex
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
+from grpo_mega.cli.planner.job import PlannedJob
+from grpo_mega.cli.planner.memory import _fp8_copies, state_of
+from grpo_mega.cli.preflight.machine import card_of
 from grpo_mega.distributed.device import Device, select
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.precision import in_bf16
-from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.memory import _fp8_copies, state_of
-from grpo_mega.preflight.machine import card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.gpu.test_checkpoint import train
 from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_samples, precision_of
