@@ -15,8 +15,8 @@ from grpo_mega import config as configs
 from grpo_mega.cli.commands.eval import make_request
 from grpo_mega.cli.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.config import EvalConfig
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import ConfigError, ResumeError, UserError
-from grpo_mega.preflight.versions import installed_set
 from grpo_mega.run.checkpoints import find_policy
 from tests.formats.families import write_manifest
 

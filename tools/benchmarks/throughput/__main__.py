@@ -158,7 +158,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
         raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
     code = EXIT_USER_ERROR
     try:
-        with run_folder.claim(config, resume=False, argv=["bench_throughput", *argv]):
+        with run_folder.claim(config, resume=False, command=["bench_throughput", *argv]):
             if is_rank:
                 code = measure(config, options)
             elif config.layout.world_size == 1:
