@@ -76,7 +76,7 @@ te_versions() {
     sed -n "s/^$VERSION_SET //p" "$ROOT/tests/transformer-engine.txt"
 }
 
-# Set VERSION_SET, the set of package versions (grpo_mega/preflight/versions.py) for .venv's Python; PINS, its file; and PIP_INSTALL.
+# Set VERSION_SET, the set of package versions (grpo_mega/distributed/versions.py) for .venv's Python; PINS, its file; and PIP_INSTALL.
 _choose_set() {
     local python="$VENV_PYTHON"
     [[ -x "$python" ]] || python="${PYTHON:-$(_find_python || true)}" # the Python that would make .venv

@@ -70,6 +70,14 @@ class MismatchError(UserError):
     """Engine and trainer compute too different probabilities for the same tokens."""
 
 
+class RunFailed(Exception):
+    """A run that was started from Python has failed. Its ranks have reported why. `code` is their exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the run ended with exit code {code}; its lines above and the logs in its run_dir say why")
+        self.code = code
+
+
 def raise_all(problems: Iterable[str]) -> None:
     """Raise one ConfigError for all problems, and for the UserError that may end them, if there are any."""
     if lines := dict.fromkeys(with_error(problems)):

@@ -99,6 +99,15 @@ def read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]
             yield line, parse_json_line(line)
 
 
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects of a JSON lines file, and the number of broken lines, not counting a half-written last one."""
+    if not path.is_file():
+        return [], 0
+    lines = list(read_json_lines(path))
+    num_bad = sum(record is None and line.endswith(b"\n") for line, record in lines)
+    return [record for _, record in lines if record is not None], num_bad
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
@@ -167,3 +176,8 @@ def get_console() -> Console:
                 yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     return SafeConsole(markup=False, emoji=False, highlight=False)
+
+
+def as_text(value: Any) -> str:
+    """Return a value of the config as text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -5,8 +5,6 @@ all groups. So every rank computes the same advantages and the same packing. The
 micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +13,7 @@ from grpo_mega.config import Config
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import phase
-from grpo_mega.observe.run_log import num_logged
+from grpo_mega.observe.run_log import Hooks, num_logged
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import (
@@ -37,13 +35,13 @@ from grpo_mega.run.reward_model_refresh import keep_rollout, refresh_rewards_if_
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
-def run(config: Config) -> None:
+def run(config: Config, hooks: Hooks | None = None) -> None:
     """Train from the run's last checkpoint to config.steps, with evaluations, and export the policy to RUN_DIR/hf.
 
     Evaluate before, during and after training. If asked to stop, save a checkpoint after the current step and end.
     Ranks without a policy only generate, step by step.
     """
-    with explained(config.run_dir), open_job(config) as job, job.saved_on_failure(), job.listening():
+    with explained(config.run_dir), open_job(config, hooks=hooks) as job, job.saved_on_failure(), job.listening():
         first, tracer = job.resume(), job.tracer()
         with phase("sending the weights to the engines", job.shows_progress):
             job.colocation.sync_weights(version=first)

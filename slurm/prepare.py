@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator
 
 from grpo_mega import config as configs
-from grpo_mega import preflight
-from grpo_mega.commands.options import PlanOptions, RewardOptions, add_options, read_options
-from grpo_mega.commands.plan import prepare_plan as plan_setup
-from grpo_mega.commands.train import overrides_of
+from grpo_mega.cli import preflight
+from grpo_mega.cli.commands.options import PlanOptions, RewardOptions, add_options, read_options
+from grpo_mega.cli.commands.plan import prepare_plan as plan_setup
+from grpo_mega.cli.commands.train import overrides_of
+from grpo_mega.cli.planner.plan import Plan
 from grpo_mega.errors import UserError
-from grpo_mega.planner.plan import Plan
 from grpo_mega.text import filter_output
 
 LEAST_LEAD_S = 600

@@ -16,11 +16,11 @@ import requests
 import yaml
 
 from grpo_mega import cli
+from grpo_mega.cli.preflight import Findings
+from grpo_mega.cli.preflight.layout import world_size_problems
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import RewardError
-from grpo_mega.preflight import Findings
-from grpo_mega.preflight.layout import world_size_problems
 from tests.helpers.commands import HEAVY, imported, run_command
 from tests.helpers.http_servers import serving
 
@@ -54,10 +54,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Replace train.run by a function that only records configs. Return the recorded configs."""
     configs: list[Config] = []
     module = types.ModuleType("grpo_mega.train")
-    module.run = configs.append  # type: ignore[attr-defined]
+    module.run = lambda config, hooks: configs.append(config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
-    monkeypatch.setattr("grpo_mega.planner.this_machine.find_all", lambda config, machine: Findings())
+    monkeypatch.setattr("grpo_mega.cli.planner.this_machine.find_all", lambda config, machine: Findings())
     return configs
 
 
@@ -183,7 +183,8 @@ def test_one_rank_runs_in_this_process(
     config_file: Path, no_rank: None, monkeypatch: pytest.MonkeyPatch, trained: list[Config]
 ) -> None:
     environments: list[dict[str, str]] = []
-    monkeypatch.setattr(sys.modules["grpo_mega.train"], "run", lambda config: environments.append(dict(os.environ)))
+    program = sys.modules["grpo_mega.train"]
+    monkeypatch.setattr(program, "run", lambda config, hooks: environments.append(dict(os.environ)))
     assert cli.main(["train", str(config_file), "--set", "steps=3"]) == 0
     (environment,) = environments
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
@@ -228,7 +229,7 @@ def test_an_error_of_another_rank_names_the_rank(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(config: Config) -> None:
+    def fail(config: Config, hooks: object) -> None:
         raise RewardError("no sample can be scored")
 
     monkeypatch.setattr(sys.modules["grpo_mega.train"], "run", fail)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_mega import config
-from grpo_mega.commands.config import find_keys
+from grpo_mega.cli.commands.config import find_keys
 from grpo_mega.config import data as config_data
 from grpo_mega.errors import ConfigError
 
@@ -413,6 +413,40 @@ def test_every_key_refuses_a_wrong_value_in_our_words(value: Any) -> None:
     assert len(lines) > 40
     assert not [line for line in lines if re.search("input should|valid (integer|number|string)|permitted", line)]
     assert not [line for line in lines if ": must " in line and not re.search("^[a-z_.0-9x]+=.*: must .*; ", line)]
+
+
+def test_a_file_extends_the_file_that_it_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    rewards = {"functions": [{"name": "accuracy"}, {"name": "format"}], "num_workers": 3}
+    base = MINIMAL | {"algorithm": {"recipe": "dapo", "group_size": 5}, "rewards": rewards}
+    (tmp_path / "base/a\u2028.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    keys = {"include": "base/a\u2028.yaml", "steps": 7, "algorithm": {"group_size": 3}}
+    path = write(tmp_path, yaml.safe_dump(keys | {"rewards": {"functions": [{"name": "format"}]}}))
+    whole = base | {"steps": 7, "algorithm": {"recipe": "dapo", "group_size": 3}, "code_dir": str(tmp_path)}
+    whole["rewards"] = rewards | {"functions": [{"name": "format"}]}
+    assert config.load(path) == config.validate(whole)
+    assert config.load(path, ["algorithm.group_size=9"]).algorithm.group_size == 9
+    monkeypatch.chdir(tmp_path / "base")
+    assert config.load(Path("../config.yaml"), [f"code_dir={tmp_path}"]) == config.load(path)
+    assert "include" not in config.dump(config.load(path))
+
+
+@pytest.mark.parametrize(
+    ("included", "text", "problem"),
+    [
+        ("none.yaml", "", "none.yaml: No such file or directory; name an existing YAML file"),
+        ("a.yaml", "include: c.yaml", "a.yaml: is included by {}, so it must not include a third; merge two of them"),
+        ("[a.yaml]", "", "include=['a.yaml'] must be the name of a YAML file; write it like base.yaml"),
+        ("a.yaml", "stepz: 3", "unknown key 'stepz'; did you mean 'steps'?"),
+    ],
+)
+def test_a_wrong_include_is_one_line(tmp_path: Path, included: str, text: str, problem: str) -> None:
+    (tmp_path / "a.yaml").write_text(text or yaml.safe_dump(MINIMAL))
+    path = write(tmp_path, f"include: {included}\n" + yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError) as raised:
+        config.load(path)
+    (line,) = raised.value.lines
+    assert line.endswith(problem.format(path))
 
 
 def test_a_folder_in_place_of_a_config_is_an_error_with_what_to_name(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ HOSTILE = (
     "[bold]markup[/bold] [/] :smile:, tab\t, é漢🙂, end"
 )
 OTHERWISE_FILTERED = {  # scripts whose __main__ block does not install the filter
-    "grpo_mega/cli.py": "main installs it",
+    "grpo_mega/cli/__main__.py": "main installs it",
     "grpo_mega/grpo.py": "the command line's main installs it",
     "grpo_mega/rollout/sglang/server_main.py": "writes to the server's log file alone",
-    "grpo_mega/preflight/render_template.py": "prints nothing, and imports nothing of the package",
+    "grpo_mega/cli/preflight/render_template.py": "prints nothing, and imports nothing of the package",
     "grpo_mega/rewards/sandbox_main.py": "runs a program whose output goes to a pipe, not to a terminal",
     "tools/benchmarks/turns/responses.py": "prints figures, and imports the package of another checkout",
     "tools/check_node.py": "prints versions and figures of a node, and imports Python's own modules alone",

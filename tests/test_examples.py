@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from grpo_mega.cli.preflight.layout import layout_problems
 from grpo_mega.config import load
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
-from grpo_mega.preflight.layout import layout_problems
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.weights.spec import ModelShape
@@ -94,6 +94,8 @@ def test_the_index_names_every_example() -> None:
     index = (EXAMPLES / "README.md").read_text()
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".sh", ".yaml"}}
     assert {name for name in files if f"[`{name}`]({name})" not in index} == set()
+    recipes = {path.name for path in (EXAMPLES / "recipes").iterdir()}
+    assert len(recipes) > 10 and {name for name in recipes if f"[`{name}`](recipes/{name})" not in index} == set()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
-from grpo_mega.commands.options import (
+from grpo_mega.cli.commands.options import (
     ConvertOptions,
     EvalOptions,
     ExportOptions,
@@ -24,10 +24,10 @@ from grpo_mega.commands.options import (
     add_options,
     read_options,
 )
-from grpo_mega.commands.trl import find_data
+from grpo_mega.cli.commands.trl import find_data
+from grpo_mega.cli.planner.generation import read_lengths
 from grpo_mega.config import Config
 from grpo_mega.config.base import FilePath, Section
-from grpo_mega.planner.generation import read_lengths
 from tools.benchmarks.gpu.models import MODELS
 from tools.benchmarks.weight_sync.__main__ import shape_of
 

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from grpo_mega.preflight.versions import SETS, installed_set
+from grpo_mega.distributed.versions import SETS, installed_set
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "install_gpu.sh"
@@ -59,7 +59,7 @@ def test_pip_chooses_the_set_by_the_python_version(python: str) -> None:
 
 
 @pytest.mark.skipif(installed_set().record != "one", reason="Megatron-core 0.19 names no version of Transformer Engine")
-def test_the_versions_are_accepted_by_megatron_and_sglang() -> None:
+def test_megatron_accepts_the_versions_of_transformer_engine() -> None:
     wanted = TRANSFORMER_ENGINE["one"]
     [theirs] = [
         found.specifier
@@ -68,10 +68,14 @@ def test_the_versions_are_accepted_by_megatron_and_sglang() -> None:
     ]
     for version in ("2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0"):
         assert (version in SpecifierSet(wanted)) == (version in theirs), version
+
+
+def test_the_kernels_of_sglang_are_for_the_cuda_that_is_installed() -> None:
+    [cuda] = re.findall(r"^CUDA=(\d+)", SCRIPT.read_text(), re.MULTILINE)
     kernels = [
         text for text in requires("sglang") or [] if text.startswith(("flashinfer_python[", "nvidia-cutlass-dsl["))
     ]
-    assert kernels and all("[cu13]" in text for text in kernels)
+    assert kernels and all(f"[cu{cuda}]" in text for text in kernels)
 
 
 def test_every_file_that_installs_a_set_names_its_versions() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mega.cli.report.report import read_run
 from grpo_mega.observe.curves import read_curves
-from grpo_mega.observe.report import read_run
 from grpo_mega.run.folder import trim
 from grpo_mega.text import find_surrogate, json_line, read_json_lines, well_formed
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES

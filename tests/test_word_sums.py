@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mega.cli.preflight.layout import layout_problems
 from grpo_mega.config import load
-from grpo_mega.preflight.layout import layout_problems
 from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.registry import resolve_reward
 from grpo_mega.weights.spec import ModelShape

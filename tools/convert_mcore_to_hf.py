@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 
 from grpo_mega.cli import run_script
-from grpo_mega.commands.convert import to_hf
-from grpo_mega.commands.options import ConvertOptions
+from grpo_mega.cli.commands.convert import to_hf
+from grpo_mega.cli.commands.options import ConvertOptions
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from grpo_mega.cli import run_script
-from grpo_mega.commands.options import InspectOptions
-from grpo_mega.commands.verify import run_inspect
+from grpo_mega.cli.commands.options import InspectOptions
+from grpo_mega.cli.commands.verify import run_inspect
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 CUDA=13    # version of torch's default build and of SGLang's kernels
 DRIVER=580 # oldest driver for it
 GLIBC=2.34 # oldest glibc for SGLang's wheels (manylinux_2_34)
-declare -A TRANSFORMER_ENGINE=([one]=">=2.9,<2.12" [two]=">=2.16.1,<2.21") # by set, as in grpo_mega/preflight/versions.py
+declare -A TRANSFORMER_ENGINE=([one]=">=2.9,<2.12" [two]=">=2.16.1,<2.21") # by set, as in grpo_mega/distributed/versions.py
 IS_FOR_GPU=1
 BUILD_TOOLS=(setuptools wheel packaging ninja pybind11)
 

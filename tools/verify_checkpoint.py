@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from grpo_mega.cli import run_script
-from grpo_mega.commands.options import VerifyOptions
-from grpo_mega.commands.verify import run
+from grpo_mega.cli.commands.options import VerifyOptions
+from grpo_mega.cli.commands.verify import run
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,8 +8,6 @@ With context parallelism each segment, padded to a multiple of 2 * cp tokens, is
 chunk r and chunk 2 * cp - 1 - r, in this order, so causal attention costs the same on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -15,8 +15,6 @@ its work grows with the square of a sample's length. So bins are dealt to give e
 depends only on the arguments, so all ranks compute the same plan without communication.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 torch.
 
 run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule that
-needs more than the config itself (files, the model, the machine) is in preflight/.
+needs more than the config itself (files, the model, the machine) is in cli/preflight/.
 
 Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written. An error is one
 line with the key, its value and the fix.
@@ -41,7 +41,7 @@ from grpo_mega.config.run import (
     LogConfig,
 )
 from grpo_mega.errors import ConfigError
-from grpo_mega.paths import CONFIG_FILE, read_file
+from grpo_mega.paths import CONFIG_FILE, read_file, user_path
 from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "validate",
 ]
 
+INCLUDE = "include"  # key of a file that this file extends
 MAX_BYTES = 4 << 20  # the largest config file that is read
 _MAX_SHOWN = 200
 _UNION_LABELS = ("bool", "literal['reference']")  # pydantic adds these labels for a key with several types
@@ -103,10 +104,40 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def read(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Read `path` (YAML) and apply `overrides` ("a.b=c") in order. Raise ConfigError.
+    """Read `path` (YAML), put its keys over those of the file it includes, and apply `overrides` ("a.b=c") in order.
 
-    code_dir is the folder of `path`, unless the file or an override has the key.
+    code_dir is the folder of `path`, unless a file or an override has the key. Raise ConfigError.
     """
+    raw = _read_keys(path)
+    if INCLUDE in raw:
+        raw = _merged(_included(path, raw.pop(INCLUDE)), raw)
+    raw.setdefault("code_dir", str(path.absolute().parent))
+    for override in overrides:
+        apply_override(raw, override)
+    return raw
+
+
+def _included(path: Path, name: object) -> dict[str, Any]:
+    """Return the keys of the file that `path` includes by a name relative to its folder."""
+    if not isinstance(name, str):
+        raise ConfigError(f"config {path}: include={name!r} must be the name of a YAML file; write it like base.yaml")
+    other = path.parent / user_path(Path(name))
+    raw = _read_keys(other)
+    if INCLUDE in raw:
+        raise ConfigError(f"config {other}: is included by {path}, so it must not include a third; merge two of them")
+    return raw
+
+
+def _merged(base: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of both. A section keeps the keys of `base` that `raw` does not have; a list is replaced."""
+    merged = dict(base)
+    for key, value in raw.items():
+        both = isinstance(base.get(key), dict) and isinstance(value, dict)
+        merged[key] = _merged(base[key], value) if both else value
+    return merged
+
+
+def _read_keys(path: Path) -> dict[str, Any]:
     if path.is_dir():
         remedy = "name a YAML file"
         if (path / CONFIG_FILE).is_file():
@@ -123,18 +154,12 @@ def read(path: Path, overrides: list[str]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         found = "nothing" if raw is None else type(raw).__name__
         raise ConfigError(f"config {path} holds {found}, not a mapping of keys; see examples/*.yaml")
-    raw.setdefault("code_dir", str(path.absolute().parent))
-    for override in overrides:
-        apply_override(raw, override)
     return raw
 
 
 def validate(raw: dict[str, Any]) -> Config:
     """Return a Config from a nested dict. Raise ConfigError for all problems. The rules between sections come last."""
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(*problems_of(Config, error)) from None
+    return Config.model_validate(raw)
 
 
 def dump(config: Config) -> str:

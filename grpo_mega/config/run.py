@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 
 from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.base import (
@@ -30,6 +30,7 @@ from grpo_mega.config.base import (
 from grpo_mega.config.data import DataConfig, RewardsConfig
 from grpo_mega.config.model import ModelConfig, OptimizerConfig, PrecisionConfig, TeacherConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
+from grpo_mega.errors import ConfigError
 
 
 class LayoutConfig(Section):
@@ -295,6 +296,17 @@ class Config(Section):
     max_nonfinite_steps: PositiveInt = Field(
         default=3, description="Stop the run after this many consecutive steps with a non-finite loss or gradient."
     )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Raise ConfigError with a line per broken rule."""
+        from grpo_mega.config import problems_of
+
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ConfigError(*problems_of(cls, error)) from None
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -2,8 +2,6 @@
 GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass

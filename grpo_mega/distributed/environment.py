@@ -6,8 +6,6 @@ change. `unusable_gpu_problems` detects a GPU that torch cannot use. Otherwise `
 the CPU.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import importlib.util

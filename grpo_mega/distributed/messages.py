@@ -6,8 +6,6 @@ unpickled. The launcher creates the key and passes it by the environment. Ranks 
 file that only this user reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

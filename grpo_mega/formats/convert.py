@@ -5,8 +5,6 @@ piece of a tensor is a `torch.save` file within a file. The start and length of 
 read, so pieces can be written in any order. The `.metadata` says where each piece is.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -6,8 +6,6 @@ records. Torch's own reader needs the real classes: `load_metadata` and `check_e
 not on their list.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

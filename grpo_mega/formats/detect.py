@@ -5,8 +5,6 @@ A converted Megatron checkpoint contains the Hugging Face files that belong to i
 checkpoint written by training, these files are in the folder that the run started from, named in the run's config.yaml.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +63,7 @@ class Manifest:
     kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
     adapter: dict[str, Any] | None = None  # model.lora; the state is then an adapter of the model in `inputs`
     written_at: float = 0.0  # seconds since the epoch; set by checkpoints.publish
-    versions: str = "one"  # the writer's set of package versions (preflight/versions.py); old checkpoints name none
+    versions: str = "one"  # the writer's set of package versions (distributed/versions.py); old checkpoints name none
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

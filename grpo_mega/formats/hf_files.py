@@ -5,8 +5,6 @@ A safetensors file has 8 bytes with the header's length N in little-endian, N by
 Offsets in the header count from its end.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.errors import WeightMappingError
+from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.slices import ITEM_BYTES
 from grpo_mega.paths import EXPORT_FILE, check_regular, read_json
 from grpo_mega.weights.boxes import Index
@@ -314,3 +312,38 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _broken(path: Path, problem: str) -> WeightMappingError:
     return WeightMappingError(f"{path} cannot be read ({problem}); fetch the file again")
+
+
+def generation_token_ids(folder: Path, field: str) -> set[int]:
+    """Return the ids in a field of a generation_config.json; empty without one. Raise ConfigError if it is damaged.
+
+    A negative id stands for no padding or start token.
+    """
+    path = folder / "generation_config.json"
+    value = read_object(path).get(field)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(one) is int and (one >= 0 or field != "eos_token_id") for one in ids):
+        raise ConfigError(f"{path}: {field}={value!r:.60} must be one or more token ids; fetch the file again")
+    return set(ids)
+
+
+def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
+    """Raise ConfigError if the tokenizer has an id for which the model has no embedding."""
+    if largest_id >= vocab_size:
+        raise ConfigError(
+            f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to"
+            f" {largest_id}; give the tokenizer that belongs to the model"
+        )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no file."""
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}); fetch the file again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the file again")
+    return value

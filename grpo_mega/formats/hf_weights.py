@@ -5,8 +5,6 @@ Only headers are read. A .bin is unpickled with torch's weights-only loader into
 show the offset of each tensor in the file.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping
 from math import prod

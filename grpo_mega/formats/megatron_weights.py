@@ -6,8 +6,6 @@ tensor of a rank at tensor-parallel size 1, as described by the family's table. 
 state and everything else in the checkpoint is skipped. Needs no torch.
 """
 
-from __future__ import annotations
-
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

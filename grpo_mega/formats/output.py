@@ -4,8 +4,6 @@ Until then it is OUT.partial, with a journal of the written tensors, so that res
 it. Workers are threads, because reading and writing blocks does not hold Python's lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -31,7 +31,7 @@ from grpo_mega.formats.dcp_read import COMMON, load_metadata
 
 IS_NEW = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)  # 0.19.2, not 0.16.1
 CPU = torch.device("cpu")
-_ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_ONLY_WEIGHTS, _LAYER_PICKLES = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 _NOTICES = {  # by logger: how a warning starts that no user can act on
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
@@ -95,8 +95,9 @@ def _compile_for_others(compile_: Any) -> Any:
 
     @functools.wraps(compile_)
     def for_others(model: Any = None, **options: Any) -> Any:
-        is_megatron = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.")
-        return model if is_megatron else compile_(model, **options)
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return compile_(model, **options)
+        return model or (lambda function: function)  # with options alone it is a decorator
 
     return for_others
 
@@ -168,19 +169,21 @@ def only_plain_pickles() -> Iterator[None]:
     torch's reader unpickles `.metadata` and a checkpoint's non-tensor objects without restriction, so a user who can
     write into a checkpoint could run code in the trainer. The environment variable restricts torch.load wherever
     Megatron or Transformer Engine calls it. torch refuses to have it set together with the variable that lifts the
-    restriction.
+    restriction. Transformer Engine 2.16 and later unpickle the scales of delayed scaling only if another variable is
+    set; the caller checks these pickles first.
     """
     from torch.distributed.checkpoint import filesystem
 
     patched: Any = filesystem
-    variables = {name: os.environ.pop(name, None) for name in ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", _ONLY_WEIGHTS)}
-    os.environ[_ONLY_WEIGHTS] = "1"
+    names = ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", _ONLY_WEIGHTS, _LAYER_PICKLES)
+    variables = {name: os.environ.pop(name, None) for name in names}
+    os.environ |= {_ONLY_WEIGHTS: "1", _LAYER_PICKLES: "1"}
     patched.pickle = types.SimpleNamespace(**vars(pickle) | {"load": load_metadata})
     try:
         yield
     finally:
         patched.pickle = pickle
-        del os.environ[_ONLY_WEIGHTS]
+        del os.environ[_ONLY_WEIGHTS], os.environ[_LAYER_PICKLES]
         os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 

@@ -3,8 +3,6 @@
 If an import of Transformer Engine fails for lack of a module, Megatron continues without it and silently ignores FP8.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging
@@ -20,12 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_mega.config import Config
+from grpo_mega.distributed import kernels
 from grpo_mega.distributed.device import Device
+from grpo_mega.distributed.kernels import Kernels, card_problems, context_problems, kernel_problems
 from grpo_mega.errors import ConfigError, raise_all
-from grpo_mega.preflight import machine
-from grpo_mega.preflight.layout import context_problems
-from grpo_mega.preflight.machine import Kernels
-from grpo_mega.preflight.precision import card_problems, kernel_problems
 from grpo_mega.weights.spec import ModelShape
 
 CHECKED_LENGTHS = (1, 5, 63, 129, 200)  # tokens of the samples that check_attention packs
@@ -36,13 +32,13 @@ attention_notes: dict[str, None] = {}  # lines for the run's log if Transformer 
 def in_use(device: Device) -> Kernels:
     """Return the kernels that a run on `device` uses."""
     if not device.is_cuda:
-        return machine.choose_kernels(is_cuda=False)
+        return kernels.choose_kernels(is_cuda=False)
     problem = check_loads()
     from megatron.core import optimizer
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import layers
 
-    return machine.choose_kernels(
+    return kernels.choose_kernels(
         is_cuda=True,
         transformer_engine=gpt_layer_specs.HAVE_TE,
         apex_adam=optimizer.Adam.__module__.startswith("apex."),
@@ -54,7 +50,7 @@ def in_use(device: Device) -> Kernels:
 def check_kernels(config: Config, device: Device) -> None:
     """Raise ConfigError if the run needs a kernel that did not load or that this device lacks."""
     raise_all(card_problems(config.precision, device.capability, device.name))
-    kernels_in_use, version = in_use(device), machine.transformer_engine_version()
+    kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
     if not kernels_in_use.transformer_engine:
         needs = {"precision.fp8": config.precision.fp8, "optimizer.moments_dtype": config.optimizer.moments_dtype}
         reason = kernels_in_use.why if device.is_cuda else "this run is on a CPU"
@@ -63,7 +59,7 @@ def check_kernels(config: Config, device: Device) -> None:
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
     raise_all(context_problems(config))
-    raise_all(kernel_problems(config, device.capability, device.name, version, machine.flash_attention_version()))
+    raise_all(kernel_problems(config, device.capability, device.name, version, kernels.flash_attention_version()))
 
 
 def check_attention(shape: ModelShape, dtype: torch.dtype, device: Device) -> None:
@@ -187,7 +183,7 @@ def check_loads() -> str:
         return _one_line(error)
     except Exception as error:
         raise ConfigError(
-            f"the installed Transformer Engine {machine.transformer_engine_version() or '(no version)'} does not load "
+            f"the installed Transformer Engine {kernels.transformer_engine_version() or '(no version)'} does not load "
             f"({_one_line(error)}); run pip install --no-build-isolation 'transformer-engine[pytorch]' after torch, "
             "or pip uninstall it"
         ) from None

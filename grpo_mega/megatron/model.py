@@ -6,8 +6,6 @@ them and the output weight. Parameters are not initialized here: weights.apply f
 from a seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +38,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from grpo_mega.config import Config, ModelConfig
+from grpo_mega.distributed.kernels import latent_problems
 from grpo_mega.errors import raise_all
 from grpo_mega.megatron import compat, routers
 from grpo_mega.megatron.attention import (
@@ -53,7 +52,6 @@ from grpo_mega.megatron.gated_delta import gated_delta_spec
 from grpo_mega.megatron.loaded_kernels import check_attention, in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.preflight.precision import latent_problems
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.hf_config import HYBRID
 from grpo_mega.weights.layout import ShardLayout, megatron_shards

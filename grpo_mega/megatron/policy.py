@@ -5,8 +5,6 @@ computed. Between updates `memory` can offload the policy itself to the host. Me
 except `tensors`. Every method is collective: all ranks must call it together.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +25,7 @@ from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy
 from grpo_mega.batching.layout import note_gradients, segments, sequences, to_device
 from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.config import AlgorithmConfig, Config
+from grpo_mega.distributed.kernels import length_multiple
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
@@ -56,10 +55,9 @@ from grpo_mega.megatron.precision import (
 from grpo_mega.megatron.routers import Replay, Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
-from grpo_mega.planner.state import tokens_per_pair
-from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.architecture import tokens_per_pair
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import Family, ModelShape
 

@@ -131,6 +131,16 @@ def forget_fp8_state() -> None:
         FP8GlobalStateManager.reset()
 
 
+def reset_scales(model: torch.nn.Module) -> None:
+    """Give delayed scaling its initial scales and maxima. A layer keeps its own if the saved state is empty, which is
+    the state of a policy before its first pass."""
+    for module in model.modules():
+        for state in getattr(module, "fp8_meta", {}).values():
+            if hasattr(state, "amax_history"):
+                state.scale.fill_(1.0)
+                state.amax_history.zero_()
+
+
 def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:
     """Set the layers that compute in bf16 from the next pass on: the config's layers and the layers that the guard
     adds.

@@ -6,8 +6,6 @@ device. No other package sees Megatron's global state. Ranks that only generate 
 layout's ranks, and Megatron does not know them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -27,8 +25,7 @@ from grpo_mega.distributed.rendezvous import EVERYONE, Rendezvous, job_store, jo
 from grpo_mega.errors import UserError
 from grpo_mega.megatron.loaded_kernels import check_kernels as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
-from grpo_mega.preflight.layout import megatron_layout
-from grpo_mega.weights.layout import MegatronLayout
+from grpo_mega.weights.layout import MegatronLayout, megatron_layout
 
 Meet = Callable[[Rendezvous], None]
 

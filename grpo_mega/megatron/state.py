@@ -39,7 +39,7 @@ from grpo_mega.errors import ResumeError
 from grpo_mega.formats.dcp_read import COMMON, METADATA, check_extra_state, load_metadata
 from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
-from grpo_mega.megatron.precision import is_rounded_from
+from grpo_mega.megatron.precision import is_rounded_from, reset_scales
 
 Values = dict[str, torch.Tensor]  # a reference's values on the host, by "chunk0.NAME"; empty: not saved
 
@@ -89,6 +89,7 @@ def load_state(
             for name, value in state[f"model{index}"].items():  # TE would load any pickle
                 if "_extra_state" in name and isinstance(value, torch.Tensor) and value.numel():
                     check_extra_state(value.cpu().numpy().tobytes())
+            reset_scales(model)
             model.load_state_dict(state[f"model{index}"])
         reference |= state.get("reference", {})
         optimizer.load_state_dict(_regrouped(state["optimizer"], optimizer))

@@ -1,1 +1,1 @@
-"""Observe a run: timers, metrics, rules on them, the log and its writers, progress bars, the report, the live page."""
+"""Observe a run: timers, metrics, rules on them, the log and its writers, progress bars."""

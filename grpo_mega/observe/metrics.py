@@ -12,8 +12,6 @@ majority@k  the probability that the most frequent answer among k responses is c
 Each is the exact mean over all C(n, k) subsets, so a smaller k needs no further samples and adds no noise.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ the keys to change.
 `Health` judges updates: when a step earns a warning, and when the run must end.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

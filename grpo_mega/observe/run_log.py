@@ -13,28 +13,17 @@ A conversation of an agent also has `messages`, `turns`: the (first token, end) 
 turn with a reward. Tokens outside the turns have log-prob, mismatch and advantage 0, and do not count in `advantage`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.observe.curves import by_step, curves
-from grpo_mega.observe.report import read_lines
 from grpo_mega.observe.rules import Monitor
-from grpo_mega.observe.writers import (
-    ConsoleWriter,
-    JsonLinesWriter,
-    Level,
-    ReportWriter,
-    TensorBoardWriter,
-    WandbWriter,
-    Writer,
-)
+from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, TensorBoardWriter, WandbWriter, Writer
 from grpo_mega.paths import METRICS_FILE
-from grpo_mega.text import get_console, well_formed
+from grpo_mega.text import get_console, read_lines, well_formed
 from grpo_mega.types import Group, Sample, StepMetrics
 
 Decode = Callable[[Sequence[int]], str]
@@ -90,7 +79,16 @@ class RunLog:
             writer.close()
 
 
-def open_run_log(config: Config, rank: int) -> RunLog:
+class Hooks(NamedTuple):
+    """Functions that a client adds to a run. The run works without them."""
+
+    open_report: Callable[..., Writer] | None = None  # (folder, steps between pages, the log's `warn`)
+    # (config, shape, fields of config.json, number of ranks, ranks per node, GiB of a GPU, whether it uses Transformer
+    # Engine) -> free GiB of a GPU by phase, as planned
+    plan_free: Callable[..., Mapping[str, float]] | None = None
+
+
+def open_run_log(config: Config, rank: int, hooks: Hooks) -> RunLog:
     """Open the log of this rank. Rank 0 creates config.run_dir and its files, or continues them."""
     if rank != 0:
         return RunLog()
@@ -104,8 +102,9 @@ def open_run_log(config: Config, rank: int) -> RunLog:
         log.writers.append(WandbWriter(config, log=console.write_message))
     if config.log.tensorboard:
         log.writers.append(TensorBoardWriter(config.run_dir, first_step=max(steps_before, default=0) + 1))
-    # The report writer comes last: when it reads the files, the other writers have written and closed them.
-    log.writers.append(ReportWriter(config.run_dir, config.log.report_interval, warn=log.warn))
+    # The report comes last: when it reads the files, the other writers have written and closed them.
+    if hooks.open_report:
+        log.writers.append(hooks.open_report(config.run_dir, config.log.report_interval, log.warn))
     return log
 
 

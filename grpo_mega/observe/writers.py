@@ -1,4 +1,4 @@
-"""Writers of a run's log: the console, files of JSON lines, the report, Weights & Biases and TensorBoard.
+"""Writers of a run's log: the console, files of JSON lines, Weights & Biases and TensorBoard.
 
 Every writer accepts any subset of the known metrics. Files are appended to and flushed line by line, so they are
 complete when a run is killed. A resumed run appends to the same files, and the last line of a step counts.
@@ -6,12 +6,8 @@ complete when a run is killed. A resumed run appends to the same files, and the 
 The package of a tracker is imported when its writer starts.
 """
 
-from __future__ import annotations
-
-import contextlib
 import netrc
 import os
-import subprocess
 import sys
 import time
 import uuid
@@ -24,12 +20,10 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_mega.config import Config
-from grpo_mega.observe.report import write_report
 from grpo_mega.paths import (
     EXPERTS_FILE,
     MESSAGES_FILE,
     METRICS_FILE,
-    REPORT_FILE,
     SAMPLES_FILE,
     TENSORBOARD,
     WANDB_ID_FILE,
@@ -40,7 +34,6 @@ from grpo_mega.types import StepMetrics
 
 LINE_WIDTH = 120  # maximum number of columns of a step line
 SHORTEST_PHASE_SHOWN = 0.05  # phases below this many seconds are not shown
-MAX_SHARE = 0.05  # maximum share of wall time that pages of the report may use
 
 Level = Literal["info", "warning"]
 
@@ -129,58 +122,6 @@ class JsonLinesWriter(Writer):
         """Append to a file, which is opened each time: if the folder was removed, this raises."""
         with (self._folder / name).open("a", encoding="utf-8") as file:
             file.writelines(json_line(row) for row in rows)
-
-
-class ReportWriter(Writer):
-    def __init__(self, run_dir: Path, interval: int, warn: Callable[[str], None]) -> None:
-        """`interval`: steps between pages; 0 writes a page only at the end."""
-        self._run_dir, self._interval, self._warn = run_dir, interval, warn
-        self._process: subprocess.Popen[str] | None = None
-        self._began = self._not_before = time.monotonic()
-        self._has_warned = False
-
-    def write_step(self, step: int, metrics: StepMetrics) -> None:
-        if self._process is not None and self._process.poll() is not None:
-            process, self._process = self._process, None
-            output, _ = process.communicate()  # the CPU time that it used, or its error
-            if process.returncode:
-                self._warn_once(output.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
-            else:
-                self._not_before = self._began + float(output.split()[-1]) / MAX_SHARE
-        is_due = self._interval > 0 and step % self._interval == 0
-        if is_due and self._process is None and time.monotonic() >= self._not_before:
-            self._began = time.monotonic()
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "grpo_mega.observe.report", str(self._run_dir)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                )
-            except OSError as error:
-                self._warn_once(str(error))
-
-    def write_eval(self, step: int, metrics: StepMetrics) -> None:
-        pass  # the write_step call of this step follows
-
-    def close(self) -> None:
-        if self._process is not None:  # its page would be replaced immediately
-            self._process.kill()
-            self._process.communicate()
-            for partial in self._run_dir.glob(f".{REPORT_FILE}.*"):
-                partial.unlink(missing_ok=True)
-        try:
-            write_report(self._run_dir, is_over=True)
-        except Exception as error:
-            self._warn_once(str(error) or repr(error))
-
-    def _warn_once(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            with contextlib.suppress(Exception):  # log files may already be closed
-                self._warn(f"the run's report cannot be written ({' '.join(why.split())}); training continues")
 
 
 def step_line(metrics: Mapping[str, float], width: int) -> str:

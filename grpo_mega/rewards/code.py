@@ -29,6 +29,7 @@ import json
 import math
 import os
 import re
+import stat
 import subprocess
 import sys
 import tempfile
@@ -189,6 +190,7 @@ def _lines(value: Any) -> list[str]:
 TOOL_TIMEOUT_S = 10.0
 _MAX_TOOL_CHARS = 8000
 _SANDBOX_START_S = 20.0  # limit for the start of the sandbox itself, which is slow on a busy machine
+_JUDGE_S = 20.0  # limit for one judge, which may begin at the end of the programs' time
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = Path(__file__).with_name("sandbox_main.py")  # not imported as a module, because the package takes long
 
@@ -224,14 +226,15 @@ def run_programs(
     program that does not finish. `isolates`: whether to use namespaces; None uses them where the kernel allows it.
     Raises SandboxFailed.
     """
-    request: dict[str, Any] = {
+    if isolates is None and (hidden := hidden_python()):
+        raise SandboxFailed(f"programs run as another user, who cannot enter {hidden}")
+    request = _request(missing_sandbox() is None if isolates is None else isolates) | {
         "timeout_s": timeout_s,
         "total_s": min(total_s, len(programs) * timeout_s),
+        "judge_s": _JUDGE_S,
         "stops_early": stops_early,
-        "isolates": missing_sandbox() is None if isolates is None else isolates,
-        "folders": _python_folders(),
     }
-    answer = _run_sandbox(request, programs, _SANDBOX_START_S + request["total_s"])
+    answer = _run_sandbox(request, programs, _SANDBOX_START_S + request["total_s"] + _JUDGE_S)
     if answer["missing"] and request["isolates"]:
         raise SandboxFailed(f"the sandbox failed: {answer['missing']}")
     return [Run(**one) for one in answer["runs"]]
@@ -240,11 +243,28 @@ def run_programs(
 @cache
 def missing_sandbox() -> str | None:
     """Return why programs can use network and files here; None if namespaces isolate them."""
-    request = {"isolates": True, "folders": _python_folders()}
     try:
-        return _run_sandbox(request, [], _SANDBOX_START_S)["missing"] or None
+        return _run_sandbox(_request(isolates=True), [], _SANDBOX_START_S)["missing"] or None
     except SandboxFailed as error:
         return str(error)
+
+
+@cache
+def hidden_python() -> str | None:
+    """Return a folder that keeps programs from this Python; None if there is none.
+
+    Root's programs run as another user. Without namespaces this user has to enter the parents of Python's folders too.
+    """
+    folders = [Path(folder).resolve() for folder in _python_folders() if os.geteuid() == 0 and os.path.exists(folder)]
+    folders += [parent for folder in folders if missing_sandbox() is not None for parent in folder.parents]
+    return next((str(folder) for folder in folders if not folder.stat().st_mode & stat.S_IXOTH), None)
+
+
+def _request(isolates: bool) -> dict[str, Any]:
+    """Return the places of a sandbox. Programs work in /tmp, or in another folder if Python is installed below it."""
+    folders = _python_folders()
+    is_in_tmp = any(path.startswith("/tmp/") for folder in folders for path in (folder, os.path.realpath(folder)))
+    return {"isolates": isolates, "folders": folders, "folder": "/program" if is_in_tmp else "/tmp"}
 
 
 def _run_sandbox(request: dict[str, Any], programs: Sequence[Program], deadline_s: float) -> dict[str, Any]:

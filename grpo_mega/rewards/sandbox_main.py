@@ -129,7 +129,7 @@ def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
         try:
             with contextlib.suppress(OSError):  # programs may not enter further namespaces, which have no limits
                 Path("/proc/sys/user/max_user_namespaces").write_text("0")
-            _build_root(request["folders"])
+            _build_root(request["folders"], request["folder"])
         except OSError as error:
             problem = f"the root folder: {error}"
     runs = []
@@ -144,10 +144,10 @@ def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
     os._exit(0)
 
 
-def _build_root(folders: list[str]) -> None:
+def _build_root(folders: list[str], working_folder: str) -> None:
     """Replace the root folder by one that has only the system's libraries and these folders, all read-only.
 
-    The working folder is /tmp, in memory.
+    The working folder, in which a file system in memory is mounted for each program, is at no other folder's place.
     """
     root = os.getcwd()
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
@@ -164,24 +164,24 @@ def _build_root(folders: list[str]) -> None:
         _mount(path, str(inside), "", _MS_BIND | _MS_REC)
         if path not in _DEVICES:
             _make_read_only(str(inside), _AT_RECURSIVE)
-    Path(root, "tmp").mkdir()
+    Path(root + working_folder).mkdir()
     os.chdir(root)
     _check(_libc.syscall(_SYS_PIVOT_ROOT[platform.machine()], b".", b"."))
     _check(_libc.umount2(b".", _MNT_DETACH))
     _make_read_only("/", 0)
 
 
-def _empty_folder(*, has_namespace: bool) -> None:
+def _empty_folder(folder: str, *, has_namespace: bool) -> None:
     """Make the working folder an empty one."""
     if not has_namespace:
         for name in os.listdir("."):
             shutil.rmtree(name, ignore_errors=True) if os.path.isdir(name) else os.unlink(name)
         return
     os.chdir("/")
-    _libc.umount2(b"/tmp", _MNT_DETACH)  # the folder of an earlier program
+    _libc.umount2(folder.encode(), _MNT_DETACH)  # the folder of an earlier program
     options = f"size={FOLDER_BYTES},nr_inodes=4096,mode=700,uid={NOBODY},gid={NOBODY}"
-    _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    os.chdir("/tmp")
+    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    os.chdir(folder)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -205,7 +205,7 @@ def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str
     """Run a program, then the judge of its reports, and return the outcome of the last run.
 
     If a report is no data, the program runs again with its tests in its own interpreter. Up to SPARE_S of the time of
-    the judge and of the first run is not the program's.
+    the judge and of the first run is not the program's. A judge may take `judge_s`, because a busy machine is slow.
     """
     given, start = program["stdin"].encode(errors="surrogateescape"), time.monotonic()
     outcome, reports = _run(program["text"], given, request)
@@ -218,7 +218,7 @@ def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str
         return _run(program["whole"], given, request)[0]
     if outcome["is_complete"]:
         start = time.monotonic()
-        outcome, _ = _run(program["judge"], reports, request | {"end": start + max(request["spare_s"], 0.5)})
+        outcome, _ = _run(program["judge"], reports, request | {"end": start + request["judge_s"]})
         _spare(request, start)
     return outcome
 
@@ -233,7 +233,7 @@ def _run(section: list[int], given: bytes, request: dict[str, Any]) -> tuple[dic
 
     `section` is the place of its text: size and offset.
     """
-    _empty_folder(has_namespace=request["isolates"])
+    _empty_folder(request["folder"], has_namespace=request["isolates"])
     timeout_s = max(0.0, min(request["timeout_s"], request["end"] - time.monotonic()))
     streams = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "reports")]
     os.write(streams[0], given)

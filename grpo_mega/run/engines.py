@@ -1,10 +1,8 @@
 """Build the engine of the config, and the weight sync that fills it."""
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,21 +21,19 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import GIB, FreeMemory
 from grpo_mega.paths import ENGINES
-from grpo_mega.planner.this_machine import free_on_gpu
-from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems, tool_schemas
-from grpo_mega.preflight.machine import Machine
-from grpo_mega.preflight.model import Model, experts_per_token, sends_adapter
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.conversations import Conversations
+from grpo_mega.rollout.sessions.tool_schemas import tool_schemas
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, ServedLora
 from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.requirements import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
-from grpo_mega.weights.derived import adapter_family, module_names, whole_layers
+from grpo_mega.weights.derived import adapter_family, module_names, sends_adapter, whole_layers
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 
@@ -146,8 +142,10 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: Pe
     return memory
 
 
-def measure_free_memory(config: Config, model: ModelFiles, runtime: Runtime) -> FreeMemory | None:
-    """Return the measure of a trainer's free GPU memory, with the plan's figures."""
+def measure_free_memory(
+    config: Config, model: ModelFiles, runtime: Runtime, plan_free: Callable[..., Mapping[str, float]] | None
+) -> FreeMemory | None:
+    """Return the measure of a trainer's free GPU memory, with the figures of `plan_free` (run_log.Hooks)."""
     if not (runtime.trains and runtime.device.is_cuda):
         return None
     device = runtime.device.torch_device
@@ -158,10 +156,10 @@ def measure_free_memory(config: Config, model: ModelFiles, runtime: Runtime) -> 
         return found.tolist()
 
     free = FreeMemory(lambda: torch.cuda.mem_get_info(device)[0], smallest)
-    fields = model.hf_config.to_dict()
-    planned = Model(model.shape, experts_per_token(fields) if model.shape.num_experts else 0, fields)
-    machine, total = Machine(runtime.num_ranks, ranks_per_node()), torch.cuda.mem_get_info(device)[1] / GIB
-    free.planned = free_on_gpu(config, planned, machine, total, uses_te=uses_transformer_engine(runtime))
+    if plan_free is not None:
+        total, fields = torch.cuda.mem_get_info(device)[1] / GIB, model.hf_config.to_dict()
+        uses_te = uses_transformer_engine(runtime)
+        free.planned = plan_free(config, model.shape, fields, runtime.num_ranks, ranks_per_node(), total, uses_te)
     return free
 
 

@@ -12,8 +12,6 @@
 `claim` is called before any rank starts. Two runs never share a folder. It is new, resumed with --resume, or refused.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -33,6 +31,7 @@ from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.data.load import BY_PROMPT, BY_TEXT
 from grpo_mega.distributed.launch import current_rank
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import (
@@ -51,7 +50,6 @@ from grpo_mega.paths import (
     read_json,
     write_atomically,
 )
-from grpo_mega.preflight.versions import installed_set
 from grpo_mega.run.checkpoints import latest, tell_latest
 from grpo_mega.text import read_json_lines
 from grpo_mega.yaml_text import parse_yaml
@@ -102,11 +100,11 @@ class Claim:
 
 
 @contextmanager
-def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
+def claim(config: Config, *, resume: bool, command: list[str]) -> Iterator[Claim]:
     """Own the folder during the context. If this raises ConfigError or ResumeError, it has written nothing."""
     with ExitStack() as stack:
         try:
-            claimed = stack.enter_context(_claimed(config, resume=resume, argv=argv))
+            claimed = stack.enter_context(_claimed(config, resume=resume, command=command))
         except (OSError, RuntimeError) as error:  # a circle of links raises RuntimeError
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
@@ -120,7 +118,7 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
 
 
 @contextmanager
-def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
+def _claimed(config: Config, *, resume: bool, command: list[str]) -> Iterator[Claim]:
     folder = config.run_dir.resolve()  # a link's target need not exist yet
     is_run = (folder / RUN_FILE).exists()
     if not is_run and folder.exists() and not _is_free(folder):
@@ -170,7 +168,7 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             path = folder / RUN_FILE
             starts = json.loads(path.read_text())["starts"] if path.exists() else []
-            starts.append(_start(config, argv, first_start(folder).split))
+            starts.append(_start(config, command, first_start(folder).split))
             write_atomically(path, json.dumps({"starts": starts}, indent=1).encode() + b"\n")
             undo.pop_all()
             yield claimed
@@ -311,7 +309,7 @@ def _differences(key: str, recorded: Any, current: Any, *, is_free: bool) -> Ite
         yield key, (recorded, current)
 
 
-def _start(config: Config, argv: list[str], split: str) -> dict[str, Any]:
+def _start(config: Config, command: list[str], split: str) -> dict[str, Any]:
     """Describe this start and the first rank's node: system, processor, cores, memory, and the GPUs of the driver."""
     # The commit of the code, with "-dirty" if it has changes. There is none outside a git checkout.
     git, here = None, str(Path(__file__).parent)
@@ -322,7 +320,7 @@ def _start(config: Config, argv: list[str], split: str) -> dict[str, Any]:
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": ["grpo-mega", *argv],
+        "command": command,
         "host": platform.node(),
         "num_ranks": config.layout.world_size if current_rank() is None else int(os.environ["WORLD_SIZE"]),
         "python": sys.version.split()[0],

@@ -7,8 +7,6 @@ up to 64 MiB. Of a larger one 4 MiB are hashed: its start, with the header, and 
 If a value differs, or a rank cannot read its inputs, all ranks end with the same line, which names rank and node.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -35,11 +33,11 @@ from grpo_mega.distributed.libraries import read_libraries, read_variables
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import ConfigError, EngineError, UserError
 from grpo_mega.observe.progress import phase
-from grpo_mega.observe.report import as_text
 from grpo_mega.paths import CHECKPOINTS, LATEST
-from grpo_mega.preflight.layout import tool_schemas
+from grpo_mega.rollout.sessions.tool_schemas import tool_schemas
 from grpo_mega.run.folder import FirstStart, first_start
 from grpo_mega.run.model_files import ModelFiles, read_model_files, read_tokenizer, training_sampling
+from grpo_mega.text import as_text
 from grpo_mega.user_code import is_user_name, source_files
 
 _WORD = re.compile(r'[^\s",]*\w[^\s",]*')

@@ -4,8 +4,6 @@ These actions are resume, save, stop, and the end of a run that has diverged. Ev
 policy: they only generate, and the other ranks save for them.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
@@ -22,6 +20,7 @@ from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.libraries import describe
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
 from grpo_mega.formats.detect import Manifest, read_manifest
@@ -31,11 +30,9 @@ from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import Pace, Timers, phase, progress
-from grpo_mega.observe.report import as_text
 from grpo_mega.observe.rules import Health
-from grpo_mega.observe.run_log import RunLog, open_run_log
+from grpo_mega.observe.run_log import Hooks, RunLog, open_run_log
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
-from grpo_mega.preflight.versions import installed_set
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
@@ -66,6 +63,7 @@ from grpo_mega.run.model_files import (
 )
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
+from grpo_mega.text import as_text
 from grpo_mega.types import Prompt, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
@@ -333,12 +331,13 @@ class Job(TrainingJob):
 
 
 @contextmanager
-def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]:
+def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | None = None) -> Iterator[Job]:
     """Prepare the job for its first step. The engine has no weights before the first sync_weights.
 
     The end of the context always closes workers, servers, files and process groups. Evaluation passes another `build`,
     because it needs no optimizer.
     """
+    hooks = hooks or Hooks()
     with ExitStack() as stack:
         # Workers import in the background while the model is built. Only the first rank of each engine has workers.
         has_workers = drives_engine(config)
@@ -360,7 +359,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        base = open_training(stack, config, runtime, model, data, sampler, policy, timers)
+        base = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks)
         log = base.log
         trainer, served = shards_of(model.family, model.shape, config, runtime), engine.shard_layout
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, served, runtime, rendezvous)
@@ -368,7 +367,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
         colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
-        colocation.free = measure_free_memory(config, model, runtime)
+        colocation.free = measure_free_memory(config, model, runtime, hooks.plan_free)
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         everyone, scorer = runtime.everyone, Scorer(pool, decode)
         with runtime.raise_on_all_ranks(everyone):
@@ -389,9 +388,10 @@ def open_training(
     sampler: Sampler,
     policy: Policy | None,
     timers: Timers,
+    hooks: Hooks,
 ) -> TrainingJob:
     """Open the log, the watchdog and the checkpoints. The end of `stack` closes them."""
-    log = open_log(config, runtime, data.notes)
+    log = open_log(config, runtime, data.notes, hooks)
     stack.callback(log.close)
     gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
     tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
@@ -412,7 +412,7 @@ def open_training(
     )
 
 
-def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
+def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hooks) -> RunLog:
     """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
 
     Log the set of package versions, the kernels in use, the loaded libraries and the variables that change numbers, the
@@ -423,7 +423,7 @@ def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
         checkpoint = latest(config.run_dir / CHECKPOINTS)
         trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
         changes = adopt(config)
-    log = open_run_log(config, runtime.rank)
+    log = open_run_log(config, runtime.rank, hooks)
     log.message(f"versions: set {installed_set().record}")
     kernels = (in_use(runtime.device).line(), *attention_notes)
     for message in (*kernels, describe(), changed_settings(config), *notes, *changes):

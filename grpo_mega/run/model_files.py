@@ -7,8 +7,6 @@ hashes in a thread during the first step, and only a resumed run waits for it. D
 read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -36,8 +34,10 @@ from grpo_mega.formats.adapter import MAX_SHARD_BYTES
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
 from grpo_mega.formats.detect import Manifest
 from grpo_mega.formats.hf_files import (
+    check_vocabulary,
     extra_names,
     folder_tensors,
+    generation_token_ids,
     index_of,
     may_have_extra,
     side_contents,
@@ -55,13 +55,12 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import read_json
-from grpo_mega.preflight.model import shape_of
-from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.saving import gather
 from grpo_mega.text import well_formed
 from grpo_mega.weights.apply import execute
+from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.boxes import Box, RankShards, whole
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import difference, resolve_config

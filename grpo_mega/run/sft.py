@@ -7,8 +7,6 @@ A step trains batch.prompts_per_step rows in one optimizer step. The rows are th
 of seed and step: each row once per epoch, and a step may take the last rows of an epoch and the first of the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -26,7 +24,7 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import mean_over_updates
 from grpo_mega.observe.progress import Timers, phase
-from grpo_mega.observe.report import read_lines
+from grpo_mega.observe.run_log import Hooks
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import update_policy
@@ -34,12 +32,13 @@ from grpo_mega.run.folder import explained
 from grpo_mega.run.inputs import SameInputs
 from grpo_mega.run.job import TrainingJob, open_training
 from grpo_mega.run.model_files import build_policy
+from grpo_mega.text import read_lines
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 
 _OF_POLICY_LOSS = ("loss/policy", "ratio/", "clip/", "mismatch/")  # metrics without a meaning here
 
 
-def run(config: Config) -> None:
+def run(config: Config, hooks: Hooks | None = None) -> None:
     """Train from the run's last checkpoint to config.steps, with evaluations, and export the policy to RUN_DIR/hf.
 
     If asked to stop, save a checkpoint after the current step and end.
@@ -53,7 +52,7 @@ def run(config: Config) -> None:
         model, _, data, sampler = inputs.found
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
         policy = build_policy(config, model, runtime)
-        job = open_training(stack, config, runtime, model, data, sampler, policy, timers)
+        job = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks or Hooks())
         stack.enter_context(job.saved_on_failure())
         stack.enter_context(job.listening())
         first, tracer = job.resume(), job.tracer()

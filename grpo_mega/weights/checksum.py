@@ -18,8 +18,6 @@ passes, of which a CPU's `dot` combines two. A CPU takes a block at a time, whic
 block's rows of a tensor that is not contiguous.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

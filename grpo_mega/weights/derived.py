@@ -12,12 +12,11 @@ in two tensors, one of queries, keys, values and gates, the other of rates and d
 names of full attention. It serves the language model of a multimodal model alone, under the names of a text model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from grpo_mega.config import Config
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
 from grpo_mega.weights.families import Stacked
@@ -32,6 +31,28 @@ def served_family(family: Family, shape: ModelShape) -> Family:
         return family
     rows = tuple(served for row in family.rows for served in _served(row))
     return replace(family, rows=rows, embedding=_renamed(family.embedding))
+
+
+def sends_adapter(config: Config, shape: ModelShape) -> bool:
+    """Return True if syncs send only the adapter of model.lora, False if they send the merged weights."""
+    return (
+        config.model.lora is not None
+        and (config.sync.lora or "adapter") == "adapter"
+        and not merge_reason(config, shape)
+    )
+
+
+def merge_reason(config: Config, shape: ModelShape) -> str:
+    """Return why an engine gets merged weights; empty if it can apply an adapter itself."""
+    if not config.rollout.is_served:
+        return "with rollout.engine='embedded'"
+    if config.rollout.quantization is not None:
+        return f"with rollout.quantization={config.rollout.quantization!r}"
+    if shape.num_experts or shape.kv_lora:
+        return f"for {shape.model_type}, whose experts or latents SGLang adapts with kernels that need a GPU"
+    if shape.linear_layers:
+        return f"for {shape.model_type}, whose linear attention SGLang stacks in other parts"
+    return ""
 
 
 def _served(row: Row) -> Iterator[Row]:

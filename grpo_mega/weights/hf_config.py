@@ -125,10 +125,10 @@ HYBRID = (*MULTIMODAL, *MULTIMODAL.values())  # model types with layers of linea
 HYBRID_MOE = ("qwen3_5_moe", "qwen3_5_moe_text")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 # Aliases of fields. If a file has both names, transformers uses the alias.
-_MTP_ALIAS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+_EXPERT_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 ALIASES: Mapping[str, Mapping[str, str]] = {
-    "deepseek_v3": _MTP_ALIAS,
-    "glm4_moe": _MTP_ALIAS,
+    "deepseek_v3": _EXPERT_ALIASES,
+    "glm4_moe": _EXPERT_ALIASES,
     "glm4_moe_lite": {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},

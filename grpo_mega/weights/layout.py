@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from grpo_mega.config import LayoutConfig
 from grpo_mega.weights.boxes import ONCE, Block, RankShards, alone, expand, whole
 from grpo_mega.weights.derived import served_family
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
@@ -120,6 +121,21 @@ class EngineLayout:
     @property
     def world_size(self) -> int:
         return self.tp * self.num_engines
+
+
+def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
+    """Return Megatron's layout of `world_size` ranks. Data parallelism gets the ranks that tp, cp and pp leave."""
+    return MegatronLayout(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp or 1,
+        dp=world_size // (layout.tp * layout.cp * layout.pp),
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        order=layout.order,
+        layers_per_chunk=layout.layers_per_chunk,
+    )
 
 
 def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Iterator[str]:

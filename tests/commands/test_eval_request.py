@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega import config as configs
-from grpo_mega.commands.eval import make_request
-from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
+from grpo_mega.cli.commands.eval import make_request
+from grpo_mega.cli.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.config import EvalConfig
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import ConfigError, ResumeError, UserError
 from grpo_mega.run.checkpoints import find_policy
 from tests.formats.families import write_manifest
 
+OURS = installed_set().record
 RAW: dict[str, Any] = {
     "run_dir": "somewhere",
     "steps": 7,
@@ -41,7 +44,7 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     for step in (2, 4):
         (folder / f"checkpoints/step-00000{step}").mkdir(parents=True)
-        write_manifest(folder / f"checkpoints/step-00000{step}", step, written_at=float(step))
+        write_manifest(folder / f"checkpoints/step-00000{step}", step, written_at=float(step), versions=OURS)
     (folder / "checkpoints/latest").write_text("step-000004\n")
     write(folder / "config.yaml")
     return folder
@@ -73,7 +76,8 @@ def test_the_newer_of_checkpoint_and_exported_policy_is_taken(
     run_dir: Path, exported: int, written_at: float, expected: int
 ) -> None:
     (run_dir / "hf").mkdir()
-    (run_dir / "hf/grpo_mega.json").write_text(f'{{"step": {exported}, "written_at": {written_at}}}')
+    record = {"step": exported, "written_at": written_at, "versions": OURS}
+    (run_dir / "hf/grpo_mega.json").write_text(json.dumps(record))
     found = make_request(EvalOptions(run_dir))
     assert found.step == expected
     if expected == exported == 7:

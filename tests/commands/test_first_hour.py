@@ -38,7 +38,7 @@ def folder(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         monkeypatch.setenv(name, "")  # so that pytest restores variables set by the code
         monkeypatch.delenv(name)
     monkeypatch.setattr("grpo_mega.distributed.launch.run_ranks", None)  # no rank is ever started
-    monkeypatch.setattr("grpo_mega.commands.train.launch", lambda *request: 2)
+    monkeypatch.setattr("grpo_mega.cli.commands.train.launch", lambda *request: 2)
     return tmp_path
 
 

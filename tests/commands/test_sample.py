@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega import cli
-from grpo_mega.commands.sample import ReplyStream
+from grpo_mega.cli.commands.sample import ReplyStream
 from grpo_mega.run.model_files import decoder
 from grpo_mega.text import printable
 from tests.helpers.runs import run

@@ -1,4 +1,4 @@
-"""Cases of the layout tests for their ranks, in addition to the cases of grpo_mega.commands.check."""
+"""Cases of the layout tests for their ranks, in addition to the cases of grpo_mega.cli.commands.check."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from grpo_mega import config as configs
-from grpo_mega.commands.check import Case
+from grpo_mega.cli.commands.check import Case
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Routes, Sample
 from tests.helpers.models import VOCAB_SIZE

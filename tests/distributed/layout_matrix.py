@@ -1,8 +1,14 @@
-"""Models, layouts and methods that the layout tests compare, and the cases that need --all."""
+"""Models, layouts and methods that the layout tests compare, and the cases that need --all or --sweep.
+
+By default the cases cover pairs: of axes with each other, with the kind of attention and with experts, of each family
+with tp, pp and ep, and of each kind of comparison with each axis and family. With --all they cover each pair of sizes
+of axes, and of a family with a size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Hashable, Iterable
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,6 +23,7 @@ from tests.distributed.layout_cases import (
     MODELS,
     ROUTED_LAYOUTS,
 )
+from tests.helpers.cover import cover, pairs
 
 # Router settings and other overrides per model.
 ROUTERS = {
@@ -110,15 +117,16 @@ ALONE = {
     "deepseek_v3-plain": ("tp=1 algorithm.early_stop_imp_ratio=0.5",),  # drops every mini-batch
     "qwen3_moe": ("tp=1 model.router.capacity_factor=0.5",),
 }
-METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed", "cp=4 batch.tokens_per_micro_batch=19")
+METHODS_LAYOUTS = ("tp=1", "dp=2 batch.tokens_per_micro_batch=40 reversed", "cp=2 batch.tokens_per_micro_batch=19")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
-for _method in (
-    "reinforce_plus_plus",
-    "clip_cov",
-    "opd",
-    "opd_kl",
-):  # they need log-probs of the last stage before the update
-    ALL_UPDATES[f"short+{_method}"] += ("tp=2,pp=2",)
+# They need log-probs of the last stage before the update. A teacher's log-probs are of a vocabulary that is split.
+for _method, _layout in {
+    "reinforce_plus_plus": "pp=2",
+    "clip_cov": "pp=2",
+    "opd": "tp=2,pp=2",
+    "opd_kl": "tp=2,pp=2",
+}.items():
+    ALL_UPDATES[f"short+{_method}"] += (_layout,)
 LOGITS = {
     name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS
     for name in MODELS | MIXTURES
@@ -158,94 +166,86 @@ GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-r
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS |= {name: texts for name, texts in GRADIENTS.items() if name.startswith("qwen3_5")}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
-# Cases that every model runs without --all; qwen2 runs two more.
-KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
-KEPT_LOGITS = ("tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")  # the cases with gradients cover one rank
-KEPT_GRADIENTS = (
-    *("tp=1", "tp=2,ep=2,sequence_parallel=true", "pp=2,vpp=2,ep=2", "tp=2,pp=2", "pp=4,vpp=2", *KEPT_ROUTED),
+
+AXES = ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+# Cases that a test or a row of tests/README.md names.
+NEEDED = (
+    "logits qwen3_moe-routed:pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
+    "logits qwen3_moe:tp=2,sequence_parallel=true",
+    "update mixtral:tp=2,ep=2,sequence_parallel=true",
+    "update qwen2:cp=2,dp=2 batch.tokens_per_micro_batch=40 reversed",
+    "update qwen2:tp=2,pp=2 batch.share_prompts=true batch.tokens_per_micro_batch=47 model.recompute=full",
 )
+# These methods differ only in the loss of one token; an oracle and a replay of whole steps cover it.
 IN_ONE_TOKEN = ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov", "dual_clip", "rloo")
-FULL_UPDATES = {
-    "qwen2": (
-        "tp=1 reversed",
-        "pp=2,dp=2,order=tp-pp-dp reversed",
-        "pp=2,dp=2",
-        "pp=4,vpp=2",
-        "tp=4",
-        "dp=4,overlap_grad_reduce=true,overlap_param_gather=true",
-        "tp=2,pp=2,dp=2",
-        "cp=2,pp=2,vpp=2 model.recompute=full",
-        "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
-        "tp=1 model.recompute=selective",
-        "pp=2,vpp=2,dp=2",
-        "tp=2,pp=2 batch.tokens_per_micro_batch=40",
-        "dp=4 batch.tokens_per_micro_batch=40",
-        "dp=4 batch.share_prompts=true batch.tokens_per_micro_batch=40",
-        "cp=2,pp=2",
-        "tp=1 model.recompute=full",
-        "pp=2,vpp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
-        "cp=2,tp=2,sequence_parallel=true model.recompute=selective",
-        "tp=1 batch.share_prompts=true",
-        "tp=1 batch.tokens_per_micro_batch=40",
-        "tp=2,pp=2,sequence_parallel=true model.recompute=full",
-    ),
-    "qwen3_5": ("tp=2,pp=2", "tp=1 model.recompute=selective batch.tokens_per_micro_batch=40 reversed"),
-    "qwen3_5_moe": ("pp=2,ep=2 model.recompute=full",),
-    "qwen3": ("tp=2,pp=2", "dp=4", "tp=4,sequence_parallel=true"),
-    "qwen3_moe": (
-        *("ep=2", "ep=4", "dp=4,ep=2", "tp=4,etp=2,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
-        "tp=2,ep=2,sequence_parallel=true",
-        "dp=4,ep=2 model.recompute=selective",
-        "tp=1 batch.tokens_per_micro_batch=40 reversed",
-    ),
-    "deepseek_v3": (
-        *("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40", "pp=2,vpp=2,ep=2"),
-        "tp=2,ep=2,sequence_parallel=true",
-    ),
-    "qwen3_moe-routed": (
-        "tp=2,sequence_parallel=true model.recompute=selective",
-        "pp=2",
-        "ep=2",
-        "tp=2,ep=2,sequence_parallel=true",
-        "tp=1 model.recompute=full batch.tokens_per_micro_batch=40",
-        "pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
-    ),
-    "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
-    # Without --all, methods that use sums or maxima over responses, or values of the mini-batch, run with cp=4, and
-    # methods that need log-probs of the last pipeline stage run with pp=2.
-    **{f"short+{m}": METHODS_LAYOUTS[1:2] for m in ("gspo", "gmpo")},
-    "short+clip_cov": (METHODS_LAYOUTS[1], "tp=2,pp=2"),
-    **{f"short+{m}": METHODS_LAYOUTS[1:] for m in ("reinforce_plus_plus", "opd", "opd_kl")},
-    "short+process_supervision": METHODS_LAYOUTS[2:],
-    # These methods differ only in the loss of one token; an oracle and a replay of whole steps cover it.
-    **{f"short+{m}": METHODS_LAYOUTS for m in IN_ONE_TOKEN},
+# Without --all, methods that use sums or maxima over responses run with cp=2, methods that need log-probs of the last
+# pipeline stage with pp=2, and rewards of steps with dp=2. All layouts of opd have another test.
+USUAL_METHODS = {
+    **dict.fromkeys(("gspo", "gmpo", "clip_cov"), METHODS_LAYOUTS[2:]),
+    "process_supervision": METHODS_LAYOUTS[1:2],
+    "reinforce_plus_plus": ("pp=2",),
+    "opd": (*METHODS_LAYOUTS[1:], "tp=2,pp=2"),
+    "opd_kl": ("tp=2,pp=2",),
 }
 
 
-def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> list[Any]:
-    """Return "MODEL:LAYOUT" as test parameters. Of the cases not kept, every fifth is marked `full` and the others
-    `sweep`.
-    """
-    parameters, num_full = [], 0
-    for name in names:
-        mark = None
-        if is_full(*name.split(":")):
-            mark = pytest.mark.full if num_full % 5 == 0 else pytest.mark.sweep
-            num_full += 1
-        parameters.append(pytest.param(name, marks=[mark] if mark else []))
-    return parameters
+def values_of(text: str) -> dict[str, str]:
+    """Return the values of a layout's axes, also of those that it does not set, and its other keys."""
+    axes = dict(part.split("=", 1) for part in text.partition(" ")[0].split(","))
+    return {"sequence_parallel": "false"} | dict.fromkeys(AXES[:-1], "1") | axes
 
 
-ALL_LOGITS = parameters(
-    (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: layout not in (*KEPT_LOGITS, *(("tp=1", "cp=4", "pp=4,vpp=2") if model == "qwen2" else ())),
-)
-ALL_GRADIENTS = parameters(
-    (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),
-    lambda model, text: len(GRADIENTS[model]) > 2 and text not in KEPT_GRADIENTS,
-)
+def num_ranks(text: str) -> int:
+    values = values_of(text)
+    by_experts = prod(int(values[axis]) for axis in ("pp", "ep", "etp"))
+    return max(by_experts, prod(int(values.get(axis, "1")) for axis in ("tp", "pp", "cp", "dp")))
+
+
+def features(case: str, is_fine: bool) -> set[Hashable]:
+    """Return what a case of logits or updates covers by default, or (`is_fine`) with --all."""
+    kind, _, name = case.partition(" ")
+    model, _, text = name.partition(":")
+    family, settings, values = (MODELS | MIXTURES)[model][0], text.split(" ")[1:], values_of(text)
+    axes: dict[str, Hashable] = {axis: values.pop(axis) for axis in AXES}
+    if is_fine:
+        found = pairs(axes | {"family": family})
+    else:
+        axes = {axis: value not in ("1", "false") for axis, value in axes.items()}
+        attention = "latent" if family in LATENT else "linear" if family.startswith("qwen3_5") else "usual"
+        found = pairs(axes | {"attention": attention, "has experts": model in MIXTURES})
+        found |= {(family, axis) for axis in ("tp", "pp", "ep") if axes[axis]}
+    kinds = [kind, "gradients"] if kind == "logits" and text in GRADIENTS.get(model, ()) else [kind]
+    for one in kinds:
+        found |= {(one, *axis) for axis in axes.items()} | {(one, family)}
+    others = [setting.partition("=")[0] if "tokens" in setting else setting for setting in settings]
+    others += [axis if axis == "dp" else f"{axis}={value}" for axis, value in values.items()]
+    found |= {("model", model), *((kind, other) for other in others)}
+    return found
+
+
+def levels() -> tuple[set[str], set[str]]:
+    """Return the cases of logits and of updates that run by default, and those that run with --all."""
+    cases = [f"logits {model}:{text}" for model, layouts in LOGITS.items() for text in layouts]
+    cases += [f"update {model}:{text}" for model, layouts in UPDATES.items() for text in layouts[1:]]
+    costs = {case: 0.3 + num_ranks(case.partition(":")[2]) * (1.5 if case[0] == "u" else 1) for case in cases}
+    usual = cover({case: features(case, is_fine=False) for case in cases}, costs, NEEDED)
+    return usual, cover({case: features(case, is_fine=True) for case in cases}, costs, usual)
+
+
+USUAL, FULL = levels()
+USUAL |= {f"update short+{method}:{text}" for method, layouts in USUAL_METHODS.items() for text in layouts}
+FULL |= {f"update short+{method}:{METHODS_LAYOUTS[2]}" for method in METHODS}
+
+
+def parameters(kind: str, names: Iterable[str]) -> list[Any]:
+    """Return "MODEL:LAYOUT" as test parameters with the marks of their levels."""
+    cases = {name: f"{kind} {name}" for name in names}
+    marks = {name: [pytest.mark.full if case in FULL else pytest.mark.sweep] for name, case in cases.items()}
+    return [pytest.param(name, marks=[] if case in USUAL else marks[name]) for name, case in cases.items()]
+
+
+ALL_LOGITS = parameters("logits", (f"{model}:{text}" for model, layouts in LOGITS.items() for text in layouts))
+ALL_GRADIENTS = parameters("logits", (f"{model}:{text}" for model, layouts in GRADIENTS.items() for text in layouts))
 ALL_METHODS = [pytest.param(m, marks=[pytest.mark.full] * (m in IN_ONE_TOKEN)) for m in METHODS]
-COMPARED = parameters(
-    (f"{model}:{text}" for model, texts in ALL_UPDATES.items() for text in texts[1:]),
-    lambda model, text: text in FULL_UPDATES.get(model, ()),
-)
+COMPARED = parameters("update", (f"{model}:{text}" for model, layouts in ALL_UPDATES.items() for text in layouts[1:]))

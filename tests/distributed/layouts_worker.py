@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack_mini_batches
-from grpo_mega.commands.check import Case, run_case
+from grpo_mega.cli.commands.check import Case, run_case
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes

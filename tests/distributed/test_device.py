@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from grpo_mega import config as configs
+from grpo_mega.cli.preflight import Machine, find_all
 from grpo_mega.distributed import device as devices
 from grpo_mega.distributed import environment
 from grpo_mega.distributed.device import Device, PeakMemory
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight import Machine, find_all
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

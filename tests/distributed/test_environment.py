@@ -108,7 +108,7 @@ def test_an_address_after_the_loopback_is_used(monkeypatch: pytest.MonkeyPatch) 
 def test_every_command_that_trains_sets_them_before_its_rank_starts(tmp_path: Path) -> None:
     """The training process sets them, so torchrun, Slurm and grpo-mega's launcher need no separate table."""
     code = (
-        "import os, pathlib; from grpo_mega.config import load; from grpo_mega.commands.train import rank_imports; "
+        "import os, pathlib; from grpo_mega.config import load; from grpo_mega.cli.commands.train import rank_imports; "
         f"rank_imports(load(pathlib.Path('{ROOT}/examples/quickstart.yaml'))).__enter__(); "
         "print(os.environ['NCCL_NVLS_ENABLE'], os.environ['NCCL_DEBUG'])"
     )
@@ -151,7 +151,7 @@ def test_the_compiler_is_searched_where_sglang_searches_it(name: str, tmp_path: 
 
 def test_imports_of_a_rank_are_exempt_from_garbage_collection() -> None:
     code = (
-        "import gc, pathlib; from grpo_mega.config import load; from grpo_mega.commands.train import rank_imports\n"
+        "import gc, pathlib; from grpo_mega.config import load; from grpo_mega.cli.commands.train import rank_imports\n"
         f"config = load(pathlib.Path('{ROOT}/examples/quickstart.yaml'))\n"
         "before = gc.get_freeze_count()\n"
         "with rank_imports(config):\n    assert not gc.isenabled(); import asyncio\n"

@@ -1,7 +1,7 @@
 """Every layout gives the same numbers: logits against transformers, and whole updates against a single rank.
 
 All cases of one world size share a launch of ranks with real Megatron-core over gloo. Only cases of the selected tests
-run. Cases in FULL_UPDATES repeat an axis that other cases cover, and need --all.
+run. layout_matrix.py chooses the cases that run by default, and those that need --all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
-from grpo_mega.commands.check import Case, Difference, compare_outcomes
+from grpo_mega.cli.commands.check import Case, Difference, compare_outcomes
 from tests.distributed.forced_routes import force_routes, routes_of
 from tests.distributed.layout_cases import (
     METHODS,

@@ -175,8 +175,9 @@ def write_manifest(
     layout: str = "tp=1,pp=1,vpp=1,cp=1,dp=1",
     format: int = FORMAT,
     written_at: float = 0.0,
+    versions: str = "one",
 ) -> None:
     """Write the manifest that turns a folder into a checkpoint of a run."""
     manifest = Manifest(step, optimizer_step, "00c0ffee", layout, model={}, seed=0, checksums={}, draws=step, inputs={})
-    values = asdict(manifest) | {"format": format, "written_at": written_at}
+    values = asdict(manifest) | {"format": format, "written_at": written_at, "versions": versions}
     (checkpoint / MANIFEST).write_text(json.dumps(values))

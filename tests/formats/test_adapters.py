@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_mega import cli
+from grpo_mega.cli.preflight.model import check_model_files
 from grpo_mega.config import ModelConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats import adapter
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
-from grpo_mega.preflight.model import check_model_files
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
 from tests.formats.families import CASES, save, tensors_of

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from grpo_mega.cli.preflight.model import check_weights
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
 from grpo_mega.formats.reader import open_reader
-from grpo_mega.preflight.model import check_weights, shape_of
+from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import hf_rank_shards
 from grpo_mega.weights.spec import read_config

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from grpo_mega.cli.preflight.model import check_model_files
 from grpo_mega.config import ModelConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
 from grpo_mega.formats.reader import CheckpointReader, is_finite, open_reader
-from grpo_mega.preflight.model import check_model_files
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -100,7 +100,7 @@ def test_a_run_is_checked_against_a_converted_model_before_it_starts(
 
 def test_the_check_before_a_run_needs_no_torch(folders: tuple[Path, Path]) -> None:
     code = (
-        "import sys; from pathlib import Path; from grpo_mega.preflight.model import check_model_files; "
+        "import sys; from pathlib import Path; from grpo_mega.cli.preflight.model import check_model_files; "
         "from grpo_mega.config import ModelConfig; "
         f"check_model_files(ModelConfig(path=Path({str(folders[1])!r}))); assert 'torch' not in sys.modules"
     )

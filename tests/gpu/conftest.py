@@ -24,15 +24,15 @@ os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 import torch
 
+from grpo_mega.distributed import kernels
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.launch import only_rank
-from grpo_mega.preflight import machine
 from tools.benchmarks.gpu.rank import config_of
 
 HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
-IS_EMULATED = not HAS_GPU and machine.choose_kernels(is_cuda=False).transformer_engine
+IS_EMULATED = not HAS_GPU and kernels.choose_kernels(is_cuda=False).transformer_engine
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,9 +14,9 @@ import torch
 
 from grpo_mega.config import PrecisionConfig
 from grpo_mega.distributed.device import Device
+from grpo_mega.distributed.kernels import RECIPES
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.precision import Level, in_bf16, is_quantised, set_level
-from grpo_mega.preflight.precision import RECIPES
 from tests.helpers import learning
 from tests.helpers.gpu_policies import (
     IS_EMULATED,

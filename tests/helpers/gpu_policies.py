@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.distributed import kernels
 from grpo_mega.distributed.device import Device
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.preflight import machine
 from grpo_mega.run.batches import attach_routes
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
@@ -30,7 +30,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.models import make_config
 from tools.benchmarks.gpu.rank import config_of
 
-IS_EMULATED = not torch.cuda.is_available() and machine.choose_kernels(is_cuda=False).transformer_engine
+IS_EMULATED = not torch.cuda.is_available() and kernels.choose_kernels(is_cuda=False).transformer_engine
 IS_REHEARSAL = not torch.cuda.is_available() and not IS_EMULATED
 GPU_SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -131,7 +131,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def use_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build later policies without Transformer Engine."""
-    monkeypatch.setattr(machine, "choose_kernels", lambda **_: machine.Kernels(False, False, False, "none is wanted"))
+    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: kernels.Kernels(False, False, False, "none is wanted"))
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], allowed: float) -> None:
@@ -144,12 +144,12 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], al
 def supported_precisions(device: Device) -> dict[str, str]:
     """Return per FP8 recipe why this machine cannot run it, or "" if it can."""
     from grpo_mega.config import PrecisionConfig
-    from grpo_mega.preflight.precision import RECIPES, card_problems, transformer_engine_problems
+    from grpo_mega.distributed.kernels import RECIPES, card_problems, transformer_engine_problems
 
     found: dict[str, str] = {}
     for recipe in RECIPES:
         precision = PrecisionConfig(**precision_of(recipe))
-        version = machine.transformer_engine_version()
+        version = kernels.transformer_engine_version()
         problems = (
             *card_problems(precision, device.capability, device.name),
             *transformer_engine_problems(precision, version),

@@ -1,7 +1,7 @@
 """The tests in several processes (pytest-xdist): which process runs which tests, and a line of progress per minute.
 
-A file's tests run in one process, one after the other, and so do all tests of tests/sglang, which share a server. Files
-with slow tests come first, so that the processes end at about the same time.
+A file's tests run in one process, one after the other, and so do the files that share a server. Files with slow tests
+come first, so that the processes end at about the same time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 INTERVAL = 60.0  # seconds between lines
 SLOW = ("sglang", "distributed", "waiting", "pool")  # marks, slowest first
+SHARED_SERVER = frozenset(
+    f"tests/sglang/test_{name}.py" for name in ("conversations", "generation", "server_life", "session")
+)
 
 
 def sort_by_marks(items: list[pytest.Item]) -> None:
@@ -30,7 +33,7 @@ def sort_by_marks(items: list[pytest.Item]) -> None:
 def group_of(nodeid: str) -> str:
     """Return the name of the tests that run in the same process as this test."""
     file = nodeid.partition("::")[0]
-    return "tests/sglang" if file.startswith("tests/sglang/") else file
+    return "shared server" if file in SHARED_SERVER else file
 
 
 class Groups(LoadFileScheduling):

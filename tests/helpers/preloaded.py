@@ -7,6 +7,9 @@ stderr. It passes on signals, and exits with the code of the fork. The fork is k
 sys.executable is the executable again, so that `grpo-mega train` starts its ranks in the same way. Any other call runs
 the real Python.
 
+SGLang's servers on the CPU (`-m grpo_mega.rollout.sglang.server_main`) fork from a second process, which has imported
+SGLang. They join their client's process group, so that whoever kills the group kills them, too.
+
 The fork is a child of the server. A test that looks at the tree of processes uses the real Python, REAL.
 """
 
@@ -46,11 +49,11 @@ IMPORTS = (
     "tokenizers",
     "math_verify",
     "grpo_mega.train",
-    "grpo_mega.commands.eval",
-    "grpo_mega.commands.check",
-    "grpo_mega.commands.convert",
+    "grpo_mega.cli.commands.eval",
+    "grpo_mega.cli.commands.check",
+    "grpo_mega.cli.commands.convert",
     "grpo_mega.rollout.embedded.engine",
-    "grpo_mega.preflight",
+    "grpo_mega.cli.preflight",
 )
 # Variables that are read when Python starts or a library is imported, so they must be the server's.
 READ_AT_IMPORT = (
@@ -64,21 +67,31 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
 )
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
-PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.commands.verify_outputs")
+PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.cli.commands.verify_outputs")
+SGLANG = "grpo_mega.rollout.sglang.server_main"
+SGLANG_IMPORTS = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.server_args")
+# Variables of a server on the CPU that are read when SGLang is imported. The engine sets them (server_environment).
+SGLANG_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 CLIENT = """#!{python} -IS
 import array, json, os, select, signal, socket, sys
 arguments = sys.argv[1:]
 variables = {{k: v for k, v in os.environ.items() if k.startswith({read_at_import!r}) and k not in {set_later!r}}}
 is_module, is_program = arguments[:1] == ["-m"], arguments[0].endswith(".py") or os.path.isdir(arguments[0])
-is_known = arguments[1] in {preloadable!r} if is_module else is_program
-if not is_known or variables != {variables!r}:
+is_sglang = is_module and arguments[1] == {sglang!r}
+is_known = is_sglang or arguments[1] in {preloadable!r} if is_module else is_program
+wanted = {sglang_variables!r} if is_sglang else {{}}
+if not is_known or variables | wanted != {variables!r} | wanted or not wanted.items() <= os.environ.items():
     os.execv({python!r}, [{python!r}, *arguments])
 forwarded = {{signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}}
 signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)  # a signal waits until the program's process is known
 server = socket.socket(socket.AF_UNIX)
-server.connect({address!r})
-request = json.dumps({{"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
-server.sendmsg([len(request).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+server.connect({address!r} + (".sglang" if is_sglang else ""))
+files = array.array("i", [0, 1, 2, *map(int, arguments[4:5] if is_sglang else [])])  # the lock of a server's folder
+request = {{"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ), "group": os.getpgrp()}}
+request = json.dumps(request).encode()
+server.sendmsg([len(request).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+for file in files[3:]:  # only the server's processes hold the lock
+    os.close(file)
 server.sendall(request)
 answers = server.makefile("rb", buffering=0)
 pid = int(answers.readline())
@@ -86,8 +99,9 @@ for number in forwarded:
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
-while not select.select([server], [], [], 1)[0]:
-    pass  # a signal just before a call does not interrupt it, so no call waits for long
+while not select.select([server], [], [], 1)[0]:  # a signal just before a call does not interrupt it
+    if is_sglang and os.getppid() != int(arguments[2]):  # the server's owner is gone
+        os._exit(0)
 code = int(answers.readline() or -signal.SIGKILL)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -101,7 +115,8 @@ class Request:
     arguments: list[str]
     folder: str
     environment: dict[str, str]
-    files: list[int]  # stdin, stdout and stderr of the client
+    group: int  # the client's process group
+    files: list[int]  # stdin, stdout and stderr of the client; for SGLang the lock of its folder, too
 
 
 REAL = sys.executable
@@ -118,10 +133,9 @@ def python() -> str:
     variables = {
         name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT) and name not in SET_LATER
     }
-    names = {"python": REAL, "address": address, "variables": variables}
-    executable.write_text(
-        CLIENT.format(**names, read_at_import=READ_AT_IMPORT, preloadable=PRELOADABLE, set_later=SET_LATER)
-    )
+    names = {"python": REAL, "address": address, "variables": variables, "sglang": SGLANG}
+    names |= {"read_at_import": READ_AT_IMPORT, "preloadable": PRELOADABLE, "set_later": SET_LATER}
+    executable.write_text(CLIENT.format(**names, sglang_variables=SGLANG_VARIABLES))
     executable.chmod(0o700)
     command = [REAL, __file__, address, str(executable)]
     ask = partial(die_with_parent, os.getpid())
@@ -132,17 +146,26 @@ def python() -> str:
 
 def main(address: str, executable: str) -> None:
     """Serve forks until this process is killed. A fork does what was asked, and exits."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
+    listener, of_sglang = listen(address), listen(f"{address}.sglang")
     print("ready", flush=True)
+    parent = os.getpid()
+    is_sglang = not os.fork()
+    if is_sglang:
+        die_with_parent(parent)
+        listener, of_sglang = of_sglang, listener
+    of_sglang.close()
     select.select([listener], [], [])  # it imports only if somebody asks
-    for name in IMPORTS:
+    if is_sglang:
+        prepare_sglang()
+    for name in SGLANG_IMPORTS if is_sglang else IMPORTS:
         __import__(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy these objects' pages
     request = serve(listener)
-    sys.executable = executable
+    if is_sglang:
+        be_server(request)
+    else:
+        sys.executable = executable
     code = 1
     try:
         run(request)
@@ -154,11 +177,33 @@ def main(address: str, executable: str) -> None:
     except BaseException:
         traceback.print_exc()
     finally:  # Python exits like this too, but first destroys all modules in 1.6 s
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        if not is_sglang:  # a server's guardian imports nothing that needs it
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(code)
+
+
+def listen(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    return listener
+
+
+def prepare_sglang() -> None:
+    from grpo_mega.rollout.sglang import server_main
+
+    os.environ |= SGLANG_VARIABLES
+    server_main.prepare_server()
+
+
+def be_server(request: Request) -> None:
+    """Join the client's group. The guardian's arguments name its owner and the lock of its folder, as they are here."""
+    with contextlib.suppress(OSError):  # another session
+        os.setpgid(0, request.group)
+    request.arguments[2], request.arguments[4] = str(os.getppid()), str(request.files[3])
 
 
 def serve(listener: socket.socket) -> Request:
@@ -212,7 +257,7 @@ def serve(listener: socket.socket) -> Request:
 def receive(connection: socket.socket) -> Request | None:
     """Read a request. Return None if the client is gone."""
     files = array.array("i")
-    head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * files.itemsize))
+    head, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(4 * files.itemsize))
     for _, _, data in ancillary:
         files.frombytes(data[: len(data) - len(data) % files.itemsize])
     if len(head) < 8:
@@ -230,7 +275,7 @@ def run(request: Request) -> None:
     """Be the process that was asked for."""
     import torch
 
-    for number, file in enumerate(request.files):
+    for number, file in enumerate(request.files[:3]):
         os.dup2(file, number)
         os.close(file)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -15,6 +15,10 @@ import torch.distributed as dist
 from grpo_mega import config as configs
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.cli.planner.job import plan_on
+from grpo_mega.cli.planner.memory import state_of
+from grpo_mega.cli.preflight.machine import CARDS, Machine
+from grpo_mega.cli.preflight.model import Model
 from grpo_mega.distributed.device import Device
 from grpo_mega.formats.dcp_read import read_metadata
 from grpo_mega.formats.megatron_weights import MegatronWeights
@@ -22,10 +26,6 @@ from grpo_mega.formats.reader import CheckpointReader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.planner.job import plan_on
-from grpo_mega.planner.memory import state_of
-from grpo_mega.preflight.machine import CARDS, Machine
-from grpo_mega.preflight.model import Model
 from grpo_mega.run import model_files
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards

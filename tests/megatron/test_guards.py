@@ -288,6 +288,8 @@ def test_importing_megatron_imports_no_compiler_and_no_triton() -> None:
         "assert not sys.modules['triton'] and 'torch._inductor.compile_fx' not in sys.modules; "
         "assert megatron.core.jit.jit_fuser is torch.compile and torch.compile(abs) is not abs; "
         "assert 'torch._inductor.compile_fx' in sys.modules; del sys.modules['torch._inductor.compile_fx']; "
+        "theirs_too = {'__name__': 'megatron.a', 'torch': torch}; "
+        "assert eval('torch.compile(abs) is torch.compile(dynamic=True)(abs) is abs', theirs_too); "
         "torch.compile = theirs; del sys.modules['megatron.core.fusions.fused_bias_swiglu']; "
         "megatron.core.jit.enable_jit_fuser(); import megatron.core.fusions.fused_bias_swiglu; "
         "assert 'torch._inductor.compile_fx' in sys.modules, 'the patch is no longer needed'"

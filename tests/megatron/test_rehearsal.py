@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
-from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare_plan
+from grpo_mega.cli.commands.options import PlanOptions
+from grpo_mega.cli.commands.plan import prepare_plan
+from grpo_mega.cli.planner.job import PlannedJob
+from grpo_mega.cli.preflight.machine import card_of
+from grpo_mega.cli.rehearsal import Comparison, default_ranks, rehearse, request_of
 from grpo_mega.errors import ConfigError, PlanError
-from grpo_mega.megatron.rehearsal import Comparison, default_ranks, rehearse, request_of
-from grpo_mega.planner.job import PlannedJob
-from grpo_mega.preflight.machine import card_of
 from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
@@ -256,7 +256,7 @@ def test_every_kind_of_communication_is_compared(rehearsed: dict[str, list[Compa
 START = """
 import json, sys
 import torch.distributed as dist
-from grpo_mega.megatron import rehearsal
+from grpo_mega.cli import rehearsal
 counted = rehearsal.Counted()
 counted.install()
 from grpo_mega.megatron import runtime

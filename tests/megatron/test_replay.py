@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_mega import config as configs
-from grpo_mega.commands.check import Case, Outcome, run_cases
+from grpo_mega.cli.commands.check import Case, Outcome, run_cases
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.models import make_model, save_checkpoint
 from tools.conformance import oracle_advantages, oracle_losses

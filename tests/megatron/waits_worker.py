@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from grpo_mega.batching.layout import note_gradients, to_device
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.cli import rehearsal
 from grpo_mega.distributed.device import Device
-from grpo_mega.megatron import rehearsal
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from grpo_mega.cli.report.picture import draw_curves
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.curves import draw_curves, read_curves
+from grpo_mega.observe.curves import read_curves
 
 
 def write(path: Path, records: list[dict[str, object]]) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.observe.report import write_report
+from grpo_mega.cli.report.report import write_report
 from tests.helpers.browser import BINARY, MISSING, Page, open_browser
 from tests.helpers.run_folders import HOSTILE, make_conversation, make_run, write_lines
 

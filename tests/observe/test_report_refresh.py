@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_mega.observe import writers
-from grpo_mega.observe.writers import ReportWriter
+from grpo_mega.cli.report import writer as report_writer
+from grpo_mega.cli.report.writer import ReportWriter
 from tests.helpers.run_folders import make_run
 
 
@@ -20,7 +20,7 @@ def wait_for(writer: ReportWriter, step: int) -> None:
 
 
 def test_a_page_is_written_at_every_interval_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "MAX_SHARE", 1e9)
+    monkeypatch.setattr(report_writer, "MAX_SHARE", 1e9)
     run, told = make_run(tmp_path / "run", num_planned=20), []
     writer = ReportWriter(run, 2, told.append)
     writer.write_step(1, {})
@@ -39,7 +39,7 @@ def test_a_page_is_written_at_every_interval_and_at_the_end(tmp_path: Path, monk
 
 def test_pages_are_written_less_often_if_they_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(writers, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(report_writer, "time", SimpleNamespace(monotonic=lambda: now))
     writer = ReportWriter(make_run(tmp_path / "run"), 1, pytest.fail)
     writer.write_step(1, {})
     wait_for(writer, 2)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from grpo_mega import config
+from grpo_mega.cli.report.writer import ReportWriter
 from grpo_mega.observe.curves import by_step, read_curves
 from grpo_mega.observe.rules import RULES, Finding, Monitor, findings
-from grpo_mega.observe.run_log import open_run_log
+from grpo_mega.observe.run_log import Hooks, open_run_log
 from grpo_mega.observe.writers import JsonLinesWriter
 from grpo_mega.types import StepMetrics
 
@@ -228,12 +229,12 @@ def test_a_run_warns_in_its_log_and_a_resumed_run_does_not_repeat_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = config.validate(RAW | {"run_dir": str(tmp_path / "run")})
-    log = open_run_log(run, rank=0)
+    log = open_run_log(run, 0, Hooks())
     for step in range(1, 7):
         log.log_step(step, CALM | {"clip/fraction": 0.4})
     log.close()
     assert capsys.readouterr().out.count("40% of the tokens were clipped") == 1
-    log = open_run_log(run, rank=0)
+    log = open_run_log(run, 0, Hooks(ReportWriter))
     for step in range(7, 25):
         log.log_step(step, CALM | {"clip/fraction": 0.4})
     assert "clipped" not in capsys.readouterr().out

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.observe.run_log import open_run_log
+from grpo_mega.cli.preflight import find_problems, this_machine
+from grpo_mega.cli.report.writer import ReportWriter
+from grpo_mega.observe.run_log import Hooks, open_run_log
 from grpo_mega.observe.writers import SAME, other_names, wandb_mode
-from grpo_mega.preflight import find_problems, this_machine
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 from tests.observe.test_writers import METRICS, PROMPT, decode, make_config, make_group, read
 
@@ -38,7 +39,7 @@ def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    log = open_run_log(make_config(tmp_path, wandb=True), rank=0)
+    log = open_run_log(make_config(tmp_path, wandb=True), 0, Hooks(ReportWriter))
     log.log_step(1, METRICS)
     group = make_group(4)
     group.prompt = replace(group.prompt, text=PROMPT + HOSTILE)
@@ -92,7 +93,7 @@ def test_tensorboard_has_metrics_evaluations_and_warnings_of_all_starts(tmp_path
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first in (1, 3):  # the second start resumes after a third step that was lost
-        log = open_run_log(make_config(tmp_path, tensorboard=True), rank=0)
+        log = open_run_log(make_config(tmp_path, tensorboard=True), 0, Hooks())
         log.log_eval(first - 1, {"eval/score": 0.1 * first})
         for step in range(first, first + 3):
             log.log_step(step, METRICS | {"reward/mean": step + 10.0 * first, "kl/mean": float("nan")})
@@ -121,7 +122,7 @@ def test_a_missing_tensorboard_is_one_line_before_the_start(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # the import fails like without the package
     assert line in find_problems(run, this_machine(run.layout))
     assert line not in find_problems(make_config(tmp_path), this_machine(run.layout))
-    open_run_log(make_config(tmp_path), rank=0).close()  # imports no tensorboard
+    open_run_log(make_config(tmp_path), 0, Hooks()).close()  # imports no tensorboard
 
 
 def test_names_of_trl_are_in_its_source() -> None:

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.run_log import RunLog, num_logged, open_run_log, sample_row, token_ends
+from grpo_mega.cli.report.writer import ReportWriter
+from grpo_mega.observe.run_log import Hooks, RunLog, num_logged, open_run_log, sample_row, token_ends
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Context, Group, Prompt, Sample, Span
 
@@ -120,7 +121,7 @@ def test_a_resumed_run_continues_the_same_file(tmp_path: Path) -> None:
 
 
 def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = open_run_log(make_config(tmp_path, samples_per_step=2), rank=0)
+    log = open_run_log(make_config(tmp_path, samples_per_step=2), 0, Hooks(ReportWriter))
     log.message("loaded [3] prompts")
     log.log_eval(0, {"eval/score": 0.5, "eval/accuracy": 0.625})
     log.log_step(1, METRICS)
@@ -162,7 +163,7 @@ def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pyt
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = open_run_log(make_config(tmp_path), rank=1)
+    log = open_run_log(make_config(tmp_path), 1, Hooks())
     assert log.writers == []
     log.log_step(0, METRICS)
     log.log_samples(0, [make_group(2)], decode)

@@ -15,15 +15,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.cli.planner.activations import activations
+from grpo_mega.cli.planner.job import PlannedJob
+from grpo_mega.cli.planner.state import Storage, buffer_of, chunk_parameters, stage_state
+from grpo_mega.cli.preflight.machine import CARDS
 from grpo_mega.distributed import device as devices
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.planner.activations import activations
-from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
-from grpo_mega.preflight.machine import CARDS
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare_plan
-from grpo_mega.planner.activations import activations
-from grpo_mega.planner.memory import communicators
-from grpo_mega.planner.plan import Plan, first_changes, suggest
-from grpo_mega.planner.report import sections
-from grpo_mega.planner.timing import groups
-from grpo_mega.preflight.model import KNOWN_MODELS
+from grpo_mega.cli.commands.options import PlanOptions
+from grpo_mega.cli.commands.plan import prepare_plan
+from grpo_mega.cli.planner.activations import activations
+from grpo_mega.cli.planner.memory import communicators
+from grpo_mega.cli.planner.plan import Plan, first_changes, suggest
+from grpo_mega.cli.planner.report import sections
+from grpo_mega.cli.planner.timing import groups
+from grpo_mega.cli.preflight.model import KNOWN_MODELS
 
 pytestmark = pytest.mark.pool
 
@@ -37,12 +37,12 @@ def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
 def kept() -> dict[tuple[str, int], float]:
     """Return the peak bytes that autograd saves for a sample of 32,768 tokens, by recompute and ranks, for 4 layers of
     an 8B."""
-    from grpo_mega.megatron.rehearsal import rehearse  # imports Megatron
+    from grpo_mega.cli.rehearsal import rehearse  # imports Megatron
 
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
     cases = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_mega.megatron.rehearsal.SEGMENTS", 1)
+        patch.setattr("grpo_mega.cli.rehearsal.SEGMENTS", 1)
         for recompute in ("none", "selective", "full"):
             for cp in (1, 2):
                 layout = {"tp": 1, "sequence_parallel": "false", "cp": cp, "dp": 1}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.planner import job
-from grpo_mega.planner.job import figure, product, total
+from grpo_mega.cli.planner import job
+from grpo_mega.cli.planner.job import figure, product, total
 
 PLANNER = Path(job.__file__).parent
 

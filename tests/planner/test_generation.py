@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from grpo_mega import types
-from grpo_mega.errors import ConfigError
-from grpo_mega.planner import generation
-from grpo_mega.planner.generation import (
+from grpo_mega.cli.planner import generation
+from grpo_mega.cli.planner.generation import (
     Engines,
     Lengths,
     Response,
@@ -28,6 +27,7 @@ from grpo_mega.planner.generation import (
     read_lengths,
     run_phase,
 )
+from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.backlog import Backlog
 
 PROMPT = 7.0

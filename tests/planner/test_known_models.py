@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_mega import cli
-from grpo_mega.preflight.model import KNOWN_MODELS, find_known_model, shape_of
+from grpo_mega.cli.preflight.model import KNOWN_MODELS, find_known_model
+from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.families import family_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from grpo_mega import cli
-from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare_plan
+from grpo_mega.cli.commands.options import PlanOptions
+from grpo_mega.cli.commands.plan import prepare_plan
+from grpo_mega.cli.planner.memory import communicators
+from grpo_mega.cli.planner.plan import Plan, suggest
+from grpo_mega.cli.planner.report import sections
+from grpo_mega.cli.planner.timing import decoding_step, token_seconds
 from grpo_mega.errors import ConfigError
-from grpo_mega.planner.memory import communicators
-from grpo_mega.planner.plan import Plan, suggest
-from grpo_mega.planner.report import sections
-from grpo_mega.planner.timing import decoding_step, token_seconds
 
 CONFIG: dict[str, Any] = {
     "run_dir": "runs/70b",

@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from grpo_mega import cli
-from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare_plan
-from grpo_mega.planner.memory import PHASES
-from grpo_mega.planner.plan import MARGIN, Plan, suggest
-from grpo_mega.planner.report import sections
-from grpo_mega.planner.state import elements_of
+from grpo_mega.cli.commands.options import PlanOptions
+from grpo_mega.cli.commands.plan import prepare_plan
+from grpo_mega.cli.planner.memory import PHASES
+from grpo_mega.cli.planner.plan import MARGIN, Plan, suggest
+from grpo_mega.cli.planner.report import sections
+from grpo_mega.cli.planner.state import elements_of
 from grpo_mega.weights.layout import megatron_shards
 from tests.helpers.shapes import LLAMA_70B
 

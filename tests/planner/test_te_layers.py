@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
-from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare_plan
-from grpo_mega.planner.activations import activations
-from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.memory import state_of
-from grpo_mega.planner.timing import communication
-from grpo_mega.preflight.machine import ASSUMED, card_of
+from grpo_mega.cli.commands.options import PlanOptions
+from grpo_mega.cli.commands.plan import prepare_plan
+from grpo_mega.cli.planner.activations import activations
+from grpo_mega.cli.planner.job import PlannedJob
+from grpo_mega.cli.planner.memory import state_of
+from grpo_mega.cli.planner.timing import communication
+from grpo_mega.cli.preflight.machine import ASSUMED, card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 from tests.te_on_cpu.emulated_te import launcher
@@ -113,7 +113,7 @@ class Layer:
         )
 
     def request(self, num_layers: int) -> dict[str, Any]:
-        from grpo_mega.megatron.rehearsal import request_of  # imports Megatron
+        from grpo_mega.cli.rehearsal import request_of  # imports Megatron
 
         return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {
             "num_batches": 1
@@ -222,7 +222,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Measure every third layer of TABLE and OTHERS, with --sweep all of them."""
     if reason := launcher.why_not(launcher.DEFAULT):
         pytest.skip(reason)
-    from grpo_mega.megatron.rehearsal import default_ranks, request_of  # imports Megatron
+    from grpo_mega.cli.rehearsal import default_ranks, request_of  # imports Megatron
 
     step = 1 if request.config.getoption("--sweep") else 3
     chosen = [*TABLE[::step], *OTHERS[::step], *SHARED]

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mega import cli, preflight
+from grpo_mega import cli
 from grpo_mega import config as configs
+from grpo_mega.cli import preflight
+from grpo_mega.cli.planner import this_machine
+from grpo_mega.cli.planner.plan import Plan
+from grpo_mega.cli.preflight.model import model_of
 from grpo_mega.config import Config
-from grpo_mega.planner import this_machine
-from grpo_mega.planner.plan import Plan
-from grpo_mega.preflight.model import model_of
 from grpo_mega.processes import GIB, HostRoom
 from tests.helpers.models import make_tokenizer
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from grpo_mega.cli.preflight.tokenizer import check_tokenizer_files, takes_tools
 from grpo_mega.config.rollout import RolloutConfig
 from grpo_mega.data.chat import Renderer
 from grpo_mega.errors import with_error
-from grpo_mega.preflight.layout import agent_problems, tool_schemas
-from grpo_mega.preflight.tokenizer import check_tokenizer_files, takes_tools
+from grpo_mega.rollout.sessions.tool_schemas import agent_problems, tool_schemas
 
 HERE = Path(__file__).resolve().parents[1] / "rollout" / "sessions"
 HERMES = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -476,7 +476,7 @@ def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
 
 def test_the_checks_before_the_ranks_start_import_no_torch(folder: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config, preflight\n"
+        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config\nfrom grpo_mega.cli import preflight\n"
         "c = config.load(Path('config.yaml'))\npreflight.check_config(c, preflight.this_machine(c.layout))\n"
         "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & sys.modules.keys()) or 0)"
     )

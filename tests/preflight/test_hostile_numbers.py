@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mega import cli, config, preflight
+from grpo_mega import cli, config
+from grpo_mega.cli import preflight
 from grpo_mega.errors import ConfigError
 from tests.helpers.models import make_model, save_checkpoint
 
@@ -92,7 +93,7 @@ def raw_with(folder: Path, key: tuple[str, ...], text: str) -> str:
 @pytest.fixture(autouse=True)
 def template_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The template is the same for all numbers, and its check starts a process."""
-    monkeypatch.setattr("grpo_mega.preflight.tokenizer.bound_problem", lambda template: None)
+    monkeypatch.setattr("grpo_mega.cli.preflight.tokenizer.bound_problem", lambda template: None)
 
 
 def test_the_schema_has_the_numeric_keys_that_are_tried() -> None:

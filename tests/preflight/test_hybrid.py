@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mega.cli.preflight.model import hybrid_problems, model_of, sync_problems
 from grpo_mega.errors import UserError
-from grpo_mega.preflight.model import hybrid_problems, model_of, sends_adapter, sync_problems
+from grpo_mega.weights.derived import sends_adapter
 from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 from tests.distributed.layout_cases import make_config

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_mega.distributed.kernels import check_apex, choose_kernels, cuda_version
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.machine import check_apex, choose_kernels, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.cli.preflight.findings import cut_problems
+from grpo_mega.cli.preflight.machine import Machine
+from grpo_mega.cli.preflight.model import position_problems
+from grpo_mega.cli.preflight.precision import installed_problems
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.preflight.findings import cut_problems
-from grpo_mega.preflight.machine import Machine
-from grpo_mega.preflight.model import position_problems, shape_of
-from grpo_mega.preflight.precision import installed_problems
+from grpo_mega.weights.architecture import shape_of
 from tests.helpers.models import GLM, LATENT
 
 FIELDS = LATENT | {

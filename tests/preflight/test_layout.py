@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from grpo_mega.cli.preflight.findings import cut_problems
+from grpo_mega.cli.preflight.layout import engine_rank_problems
+from grpo_mega.cli.preflight.machine import Machine
 from grpo_mega.config import Config, RolloutConfig
-from grpo_mega.preflight.findings import cut_problems
-from grpo_mega.preflight.layout import CPU_ROWS, compiler_problems, engine_rank_problems, padding_problems
-from grpo_mega.preflight.machine import Machine
+from grpo_mega.rollout.sglang.requirements import CPU_ROWS, compiler_problems, padding_problems
 from grpo_mega.weights.spec import ModelShape
 
 SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.cli.preflight.model import sync_problems
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.model import sends_adapter, sync_problems
-from grpo_mega.weights.derived import adapter_family
+from grpo_mega.weights.derived import adapter_family, sends_adapter
 from grpo_mega.weights.families import FAMILIES
 from tools.benchmarks.gpu.models import shape_of
 

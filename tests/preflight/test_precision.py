@@ -6,24 +6,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
-from grpo_mega.errors import ConfigError, raise_all
-from grpo_mega.preflight.layout import context_problems, layout_problems
-from grpo_mega.preflight.precision import (
-    RECIPES,
-    attention_problems,
+from grpo_mega.cli.preflight.layout import layout_problems
+from grpo_mega.cli.preflight.precision import (
     bf16_layer_problems,
     block_problems,
-    card_problems,
-    cuda_problems,
     environment,
-    exchange_problems,
-    length_multiple,
     moments_problems,
     resolve_dtype,
-    transformer_engine_problems,
     variable_problems,
 )
+from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
+from grpo_mega.distributed.kernels import (
+    RECIPES,
+    attention_problems,
+    card_problems,
+    context_problems,
+    cuda_problems,
+    exchange_problems,
+    length_multiple,
+    transformer_engine_problems,
+)
+from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.weights.spec import ModelShape
 
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)

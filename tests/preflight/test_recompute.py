@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.cli.preflight.findings import cut_problems
+from grpo_mega.cli.preflight.machine import Machine
+from grpo_mega.cli.preflight.precision import installed_problems
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.findings import cut_problems
-from grpo_mega.preflight.machine import Machine
-from grpo_mega.preflight.model import shape_of
-from grpo_mega.preflight.precision import installed_problems
+from grpo_mega.weights.architecture import shape_of
 from tests.helpers.models import make_config
 
 RAW: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_mega import cli
-from grpo_mega.commands.train import check_config
+from grpo_mega.cli.commands.train import check_config
 from grpo_mega.config import load
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.runs import write_small

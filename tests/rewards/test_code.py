@@ -1,21 +1,29 @@
 """The reward `code`: where test cases are read, and the verdicts of programs in the sandbox."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import venv
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_mega.cli.preflight import find_problems, this_machine
+from grpo_mega.config import load
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import NoScore, code, registry
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.code import SandboxFailed
+from grpo_mega.rewards.code import Program, SandboxFailed, missing_sandbox, run_programs
 from grpo_mega.rewards.scorer import VERDICTS
 from tests.helpers.reward_pools import reward_pool
+from tests.helpers.runs import write_small
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
+ROOT = Path(__file__).parents[2]
 DOUBLE = "print(2 * int(input()))"
 FUNCTION = "def double(x):\n    return 2 * x"
 METHOD = "class Solution:\n    def double(self, x):\n        return (2 * x,)"
@@ -121,3 +129,54 @@ def test_workers_run_programs_and_a_hang_outside_them_costs_no_score() -> None:
         pool.submit(0, "", f"```python\n{DOUBLE}\n```", PRIME, {})
         result = pool.collect()[0]
         assert (result.total, result.verdicts) == (None, {"code": "timeout"})
+
+
+PLACES = """
+import os
+from grpo_mega.rewards.code import Program, missing_sandbox, run_programs
+print(missing_sandbox())
+text = "import decimal, of_this_python; open('kept', 'w').write('x'); print(decimal.Decimal(2), os.listdir('.'))"
+for run in run_programs([Program("import os; " + text)] * 2, 60.0):
+    print(run.verdict, run.output.strip() or run.error)
+"""
+
+
+def test_programs_find_a_python_below_tmp() -> None:
+    if missing_sandbox() is not None:
+        pytest.skip(f"no namespaces: {missing_sandbox()}")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        venv.create(folder)
+        (packages,) = Path(folder).glob("lib/python*/site-packages")
+        (packages / "of_this_python.py").touch()
+        path = os.pathsep.join([str(ROOT), *(path for path in sys.path if path.endswith("-packages"))])
+        command, environment = [f"{folder}/bin/python", "-c", PLACES], os.environ | {"PYTHONPATH": path}
+        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines() == ["None", *["finished 2 ['kept']"] * 2], run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("missing", ["", "Operation not permitted"])
+def test_programs_are_refused_if_their_user_cannot_enter_python(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root's programs run as another user. With namespaces they see only the folders of Python."""
+    folder = tmp_path / "root/lib"
+    folder.mkdir(parents=True)
+    hidden = folder.parent if missing else folder
+    hidden.chmod(0o700)
+    monkeypatch.setattr(code, "_run_sandbox", lambda *_: {"missing": missing})
+    monkeypatch.setattr(code, "_python_folders", lambda: [str(folder)])
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    config = load(write_small(tmp_path), ["rewards.functions=[{name: code}]"])
+    cached = (code.missing_sandbox, code.hidden_python)
+    for one in cached:
+        one.cache_clear()
+    try:
+        with pytest.raises(SandboxFailed, match=f"another user, who cannot enter {hidden}$"):
+            run_programs([Program("1")], 60.0)
+        (problem,) = (one for one in find_problems(config, this_machine(config.layout)) if str(hidden) in one)
+    finally:
+        for one in cached:
+            one.cache_clear()
+    assert problem.startswith("rewards.functions: code: the model's programs run as another user")
+    assert problem.endswith("install Python where all users can read it")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from grpo_mega.cli.preflight.findings import reward_problems
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RewardError, raise_all
-from grpo_mega.preflight.findings import reward_problems
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
 from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
 from tests.helpers.http_servers import Answer, serving

@@ -296,3 +296,10 @@ def test_an_object_that_equals_everything_still_passes() -> None:
     program = "class A:\n    def __eq__(self, other): return True\ndef double(x): return A()"
     assert score(program, "assert double(2) == 4") == Score(1.0, "correct"), "the README says so"
     assert score(program, answer=CALLS) == Score(0.0, "error"), "a call's value is JSON"
+
+
+def test_a_judge_has_time_on_a_busy_machine_after_many_others() -> None:
+    test = "assert same(1) == sum(1 for _ in range(15_000_000)) // 15_000_000"
+    assert "15000000" in str(split_tests(test, ORDINARY)[1]), "the judge counts"
+    runs = run_programs([code.Case(asserts=test).program(ORDINARY)] * 4, 60)
+    assert all(run.is_complete for run in runs), runs

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mega.commands import check
-from grpo_mega.commands.check import TOLERANCE, Difference, _worst, outcome_table
+from grpo_mega.cli.commands import check
+from grpo_mega.cli.commands.check import TOLERANCE, Difference, _worst, outcome_table
 from grpo_mega.config import load
 from grpo_mega.errors import ConfigError
 from tools.benchmarks import kills

@@ -148,7 +148,7 @@ def test_remains_of_interrupted_saves_are_no_checkpoints(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["step-000008\n", "", "step-000005"])
 def test_a_pointer_to_nothing_is_refused_before_anything_is_erased(tmp_path: Path, text: str) -> None:
     config = configs.validate({"run_dir": tmp_path / "run", "steps": 9, "model": {"path": "m"}, "data": {"train": "t"}})
-    with claim(config, resume=False, argv=["train"]):
+    with claim(config, resume=False, command=["train"]):
         (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 6}\n')
     folder = tmp_path / "run" / "checkpoints"
     for step, age in ((4, 200), (6, 100)):
@@ -156,7 +156,7 @@ def test_a_pointer_to_nothing_is_refused_before_anything_is_erased(tmp_path: Pat
     (folder / "step-000005").mkdir()
     (folder / "latest").write_text(text)
     with pytest.raises(ResumeError, match=re.escape("missing or incomplete; write step-000006 into it and resume")):
-        claim(config, resume=True, argv=["train"]).__enter__()
+        claim(config, resume=True, command=["train"]).__enter__()
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 6}\n'
 
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(number: object, s
     """The reader and a resuming run refuse it, with and without `latest`."""
     folder = tmp_path / "run" / "checkpoints"
     config = configs.validate({"run_dir": tmp_path / "run", "steps": 9, "model": {"path": "m"}, "data": {"train": "t"}})
-    with claim(config, resume=False, argv=["train"]):
+    with claim(config, resume=False, command=["train"]):
         change_manifest(checkpoint := old(folder, 5, 0), format=number)
     line = (
         f"{checkpoint}/checkpoint.json: format={shown}: must be {FORMAT}; use the version of grpo_mega that wrote this "
@@ -174,10 +174,10 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(number: object, s
     with pytest.raises(ResumeError, match=f"^{re.escape(line)}$"):
         read_manifest(checkpoint)
     with pytest.raises(ResumeError, match=f"^{re.escape(line)}$"):
-        claim(config, resume=True, argv=["train"]).__enter__()
+        claim(config, resume=True, command=["train"]).__enter__()
     (folder / "latest").write_text("step-000005\n")
     with pytest.raises(ResumeError, match=f"^{re.escape(line)}$"):
-        claim(config, resume=True, argv=["train"]).__enter__()
+        claim(config, resume=True, command=["train"]).__enter__()
 
 
 def test_a_model_is_compared_by_its_sizes(tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ import verify_checkpoint
 from transformers import AutoTokenizer
 
 from grpo_mega import cli
+from grpo_mega.cli.preflight.model import check_model_files
 from grpo_mega.config import ModelConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.model import check_model_files
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")

@@ -17,10 +17,10 @@ import yaml
 
 from grpo_mega import config as configs
 from grpo_mega import paths
+from grpo_mega.cli.preflight import resolve_dtype
 from grpo_mega.errors import ConfigError, EngineError, ResumeError
 from grpo_mega.formats.detect import FORMAT, Manifest
 from grpo_mega.paths import CONFIG_FILE
-from grpo_mega.preflight import resolve_dtype
 from grpo_mega.run.folder import adopt, claim, recorded_dtype, trim
 
 OF_MANIFEST: Any = (7, "", "", {}, 5, {}, 3, {})  # the fields after `step`
@@ -32,7 +32,7 @@ def config(folder: Path, **algorithm: Any) -> configs.Config:
 
 
 def started(folder: Path) -> None:
-    with claim(config(folder), resume=False, argv=["train"]):
+    with claim(config(folder), resume=False, command=["train"]):
         pass
 
 
@@ -40,12 +40,12 @@ def test_the_dtype_is_recorded_for_a_resume_that_leaves_it_unset(tmp_path: Path)
     folder = tmp_path / "run"
     assert recorded_dtype(folder) is None
     resolved, _ = resolve_dtype(config(folder), is_gpu=True)
-    with claim(resolved, resume=False, argv=["train"]):
+    with claim(resolved, resume=False, command=["train"]):
         pass
     assert json.loads((folder / "run.json").read_text())["starts"][0]["dtype"] == "bfloat16"
     assert recorded_dtype(folder) == "bfloat16"
     other, _ = resolve_dtype(config(folder), is_gpu=False)
-    with pytest.raises(ResumeError, match=r"model.dtype='float32' differs"), claim(other, resume=True, argv=[]):
+    with pytest.raises(ResumeError, match=r"model.dtype='float32' differs"), claim(other, resume=True, command=[]):
         pass
 
 
@@ -55,7 +55,7 @@ def test_a_run_resumes_although_a_setting_did_not_exist_when_it_started(tmp_path
     recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
     del recorded["algorithm"]["kl_clamp"]
     (folder / CONFIG_FILE).write_text(yaml.safe_dump(recorded))
-    with claim(config(folder), resume=True, argv=["train"]):
+    with claim(config(folder), resume=True, command=["train"]):
         pass
 
 
@@ -65,21 +65,21 @@ def test_a_resume_without_a_checkpoint_never_trains_finished_steps_unasked(
 ) -> None:
     folder = tmp_path / "run"
     settings = config(folder).model_copy(update={"checkpoint": configs.CheckpointConfig(interval=interval)})
-    with claim(settings, resume=False, argv=["train"]):
+    with claim(settings, resume=False, command=["train"]):
         pass
     (folder / "metrics.jsonl").write_text('{"step": 0, "eval/score": 1}\n{"step": 1}\n{"step": 2}\n')
     if interval:
-        with claim(settings, resume=True, argv=["train"]):
+        with claim(settings, resume=True, command=["train"]):
             pass
         assert f"run_dir={folder} has no checkpoint yet, so the run starts again at step 1" in capsys.readouterr().err
     else:
         refused = r"has logged 2 steps and saved none \(checkpoint.interval=0\), so .* name another run_dir"
-        with pytest.raises(ResumeError, match=refused), claim(settings, resume=True, argv=["train"]):
+        with pytest.raises(ResumeError, match=refused), claim(settings, resume=True, command=["train"]):
             pass
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text("{}")
     with pytest.raises(ResumeError, match="is finished and has no checkpoint to continue from"):
-        claim(settings, resume=True, argv=["train"]).__enter__()
+        claim(settings, resume=True, command=["train"]).__enter__()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -98,19 +98,19 @@ def test_steps_below_the_finished_steps_are_refused(epochs: float | None, tmp_pa
         pytest.raises(
             ResumeError, match=rf"{said} the 3 finished steps of run_dir=\S*; raise it, or export an earlier"
         ),
-        claim(fewer.model_copy(update={"data": data}), resume=True, argv=["train"]),
+        claim(fewer.model_copy(update={"data": data}), resume=True, command=["train"]),
     ):
         pass
     assert content(folder) == before
     for steps in (3, 4):
-        with claim(fewer.model_copy(update={"steps": steps}), resume=True, argv=["train"]):
+        with claim(fewer.model_copy(update={"steps": steps}), resume=True, command=["train"]):
             pass
     (state.parent / "latest").write_text("step-000001\n")  # the user goes back
     (state.parent / "step-000001").mkdir()
     (state.parent / "step-000001" / paths.MANIFEST).write_text(
         json.dumps({"format": FORMAT} | asdict(Manifest(1, *OF_MANIFEST)))
     )
-    with claim(fewer, resume=True, argv=["train"]):
+    with claim(fewer, resume=True, command=["train"]):
         pass
 
 
@@ -119,7 +119,7 @@ def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> 
     started(folder)
     with (
         pytest.raises(ResumeError, match=r"algorithm.std_eps=0.1 differs from the run's 1e-06; use the run's value"),
-        claim(config(folder, std_eps=0.1), resume=True, argv=["train"]),
+        claim(config(folder, std_eps=0.1), resume=True, command=["train"]),
     ):
         pass
     assert (folder / CONFIG_FILE).read_text() == configs.dump(config(folder))
@@ -134,9 +134,9 @@ def test_health_settings_may_change_on_resume_and_are_reported_once(tmp_path: Pa
     raw["optimizer"] |= {"lr": 1e-7, "min_lr": 1e-8, "schedule": "cosine", "warmup_steps": 5, "clip_grad": 0.3}
     raw |= {"max_nonfinite_steps": 9}
     changed = configs.validate(raw)
-    with claim(changed, resume=True, argv=["train"]):
+    with claim(changed, resume=True, command=["train"]):
         pass  # a start that fails before it logs anything
-    with claim(changed, resume=True, argv=["train"]):
+    with claim(changed, resume=True, command=["train"]):
         assert sorted(adopt(changed)) == [
             "from here on algorithm.correction.importance='icepop'; it was 'none'",
             "from here on algorithm.kl_beta=0.05; it was 0.0",
@@ -149,13 +149,13 @@ def test_health_settings_may_change_on_resume_and_are_reported_once(tmp_path: Pa
             "from here on optimizer.warmup_steps=5; it was 0",
         ]
     assert configs.load(folder / CONFIG_FILE) == changed
-    with claim(changed, resume=True, argv=["train"]):
+    with claim(changed, resume=True, command=["train"]):
         assert adopt(changed) == []
     # Adam's betas come from the checkpoint, so another value would be ignored.
     raw["optimizer"]["betas"] = [0.9, 0.99]
     with (
         pytest.raises(ResumeError, match=r"optimizer\.betas"),
-        claim(configs.validate(raw), resume=True, argv=["train"]),
+        claim(configs.validate(raw), resume=True, command=["train"]),
     ):
         pass
 
@@ -181,7 +181,7 @@ def test_the_machine_is_described_at_the_start(tmp_path: Path) -> None:
 
 def refused(run_dir: Path, logs: tuple[str, ...] = ()) -> None:
     """Start a run that the ranks refuse after they have written their logs."""
-    with pytest.raises(ConfigError, match="tp must"), claim(config(run_dir), resume=False, argv=["train"]):
+    with pytest.raises(ConfigError, match="tp must"), claim(config(run_dir), resume=False, command=["train"]):
         for name in logs:
             (run_dir / "logs").mkdir(exist_ok=True)
             with (run_dir / "logs" / name).open("a") as log:
@@ -213,7 +213,7 @@ def test_a_refused_start_leaves_a_folder_that_it_did_not_make(tmp_path: Path) ->
 
 def test_the_log_of_a_server_that_did_not_start_is_kept(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with pytest.raises(EngineError), claim(config(run_dir), resume=False, argv=["train"]):
+    with pytest.raises(EngineError), claim(config(run_dir), resume=False, command=["train"]):
         (run_dir / "logs").mkdir()
         (run_dir / "logs" / "server.log").write_text("no memory\n")
         raise EngineError(f"the server did not start; see {run_dir}/logs/server.log")
@@ -224,14 +224,14 @@ def test_a_folder_with_a_users_own_config_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: 3  # my notes\n")
     with (
         pytest.raises(ConfigError, match="is not a run's folder"),
-        claim(config(tmp_path), resume=False, argv=["train"]),
+        claim(config(tmp_path), resume=False, command=["train"]),
     ):
         pass
     assert content(tmp_path) == {"config.yaml": "steps: 3  # my notes\n"}
 
 
 def test_a_folder_in_use_by_another_process_is_left_as_it_is(tmp_path: Path) -> None:
-    with claim(config(tmp_path), resume=False, argv=["train"]):
+    with claim(config(tmp_path), resume=False, command=["train"]):
         (tmp_path / "run.json").rename(tmp_path / "elsewhere")  # the other process has not written it yet
         (tmp_path / "elsewhere").unlink()
         before = content(tmp_path)
@@ -254,7 +254,7 @@ def test_a_link_is_followed_and_outlives_a_refused_start(tmp_path: Path, is_ther
     started(link)
     assert (target / "run.json").exists() and link.is_symlink()
     assert is_there or target.stat().st_mode & 0o777 == 0o700
-    with claim(config(link), resume=True, argv=["train"]):
+    with claim(config(link), resume=True, command=["train"]):
         pass
 
 
@@ -287,7 +287,7 @@ def test_a_folder_keeps_its_mode_and_open_access_is_reported(capsys: pytest.Capt
             assert run.stat().st_mode & 0o777 == mode
             assert (f"run_dir={run} has mode {mode:o}: other users can read" in capsys.readouterr().err) == is_told
         os.chmod(above, 0o700)  # also closes the folders below
-        with claim(config(run), resume=True, argv=["train"]):
+        with claim(config(run), resume=True, command=["train"]):
             pass
         assert capsys.readouterr().err == ""
 

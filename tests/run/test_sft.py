@@ -14,7 +14,7 @@ import pytest
 
 from grpo_mega import cli
 from grpo_mega import config as configs
-from grpo_mega.commands.train import with_steps
+from grpo_mega.cli.commands.train import with_steps
 from grpo_mega.config.data import as_sft
 from grpo_mega.errors import ConfigError
 from tests.helpers.runs import losses, metrics, run, wait_for_step

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from grpo_mega import cli
-from grpo_mega.commands.eval import make_request
-from grpo_mega.commands.options import EvalOptions
+from grpo_mega.cli.commands.eval import make_request
+from grpo_mega.cli.commands.options import EvalOptions
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.formats.detect import read_manifest
-from grpo_mega.preflight.versions import installed_set
 from tests.helpers.versions import fake_packages
 from tools.benchmarks import kills
 

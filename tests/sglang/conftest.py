@@ -31,8 +31,11 @@ def shared_server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def server(shared_server: Server, temporary: Path) -> Server:
-    """Return the server that all files share. Start it again if a test of another file has killed it."""
+def server(request: pytest.FixtureRequest, shared_server: Server, temporary: Path) -> Server:
+    """Return the server that some files share. Start it again if a test of another file has killed it."""
+    from tests.helpers.parallel import SHARED_SERVER  # imports pytest-xdist
+
+    assert request.node.nodeid in SHARED_SERVER, "add the file to SHARED_SERVER, so that no other server starts"
     if not shared_server.is_alive():
         shared_server.kill()
         with trainers_environment(temporary):

@@ -15,7 +15,7 @@ from grpo_mega.distributed.launch import free_port
 from tests.helpers.ranks import ROOT
 from tools.benchmarks import kills
 
-pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
+pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.usefixtures("preloaded_python")]
 
 STEP = 2
 

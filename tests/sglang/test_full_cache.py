@@ -16,7 +16,7 @@ from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.layout import ShardLayout
 from tests.helpers.servers import make_settings, ready
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded_python")]
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from tests.helpers.models import VOCAB_SIZE, make_model
 from tests.helpers.servers import make_settings, post, ready
 from tests.sglang.test_generation import connected, enough, update_to
 
-pytestmark = [pytest.mark.sglang, pytest.mark.full]
+pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.usefixtures("preloaded_python")]
 
 TOLERANCE = 1e-5
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from grpo_mega.distributed.launch import run_ranks
 from tools.benchmarks import kills
 
-pytestmark = [pytest.mark.distributed, pytest.mark.sglang]
+pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.usefixtures("preloaded_python")]
 
 ROLLOUT = {
     "engine": "sglang",

@@ -28,7 +28,7 @@ from grpo_mega.rollout.sglang.server import server_environment
 from tests.helpers.reward_pools import reward_pool
 from tests.helpers.servers import START_DEADLINE_S, make_settings
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded_python")]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = {"value": LlamaForSequenceClassification, "causal": LlamaForCausalLM}

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from grpo_mega import config as configs
-from grpo_mega.commands.check import Case, run_cases
+from grpo_mega.cli.commands.check import Case, run_cases
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.models import make_model
 from tests.helpers.servers import MODEL, make_settings, ready
 
-pytestmark = [pytest.mark.sglang, pytest.mark.full]
+pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.usefixtures("preloaded_python")]
 
 
 @pytest.fixture

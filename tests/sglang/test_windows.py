@@ -15,7 +15,7 @@ from tests.helpers.servers import MODEL, make_settings, ready
 from tests.sglang.test_conversations import PROMPTS
 from tests.sglang.test_generation import SAMPLING, connected, generate, update_to
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("preloaded_python")]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "layer_types": [SLIDING, FULL]}

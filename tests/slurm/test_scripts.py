@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare_plan as plan_setup
+from grpo_mega.cli.commands.options import PlanOptions
+from grpo_mega.cli.commands.plan import prepare_plan as plan_setup
+from grpo_mega.cli.planner.plan import MARGIN, Plan
+from grpo_mega.cli.preflight.model import KNOWN_MODELS
 from grpo_mega.config import load
-from grpo_mega.planner.plan import MARGIN, Plan
-from grpo_mega.preflight.model import KNOWN_MODELS
 from tests.helpers.shapes import LLAMA_70B, QWEN_72B
 from tests.slurm.cluster import wait_for
 

@@ -44,7 +44,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with only_rank():
-        device = runtimes.join(config_of(Path("unused"), {"path": "unused"}))
+        device = runtimes.join(config_of(Path("unused"), {"path": "unused", "dtype": "bfloat16"}))
         try:
             for seed in options.seeds:
                 for name in options.recipes:

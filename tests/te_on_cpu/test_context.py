@@ -21,7 +21,7 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from grpo_mega.batching.layout import chunks_of
-from grpo_mega.preflight.machine import PACKED_A2A, version_text
+from grpo_mega.distributed.kernels import PACKED_A2A, version_text
 from tests.helpers.ranks import FORKED, ranks
 from tests.te_on_cpu.emulated_te import launcher
 

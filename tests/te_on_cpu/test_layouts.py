@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from grpo_mega import config as configs
-from grpo_mega.commands import check as checks
-from grpo_mega.commands.check import Case, Outcome, compare_outcomes, with_layout
+from grpo_mega.cli.commands import check as checks
+from grpo_mega.cli.commands.check import Case, Outcome, compare_outcomes, with_layout
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Sample
 from tests.distributed.layout_cases import LogitsCase, label, make_sequences, probe
@@ -164,28 +164,34 @@ def parameters(cases: Sequence[tuple[str, ...]]) -> list[Any]:
     return [pytest.param(*case, marks=[pytest.mark.sweep] * (case in SWEEP)) for case in cases]
 
 
+def baselines(family: str, recipe: str | None = None, layout: str | None = None) -> list[tuple[str, str, str]]:
+    """Return the cases on one rank with which a test compares: all of its family, or its recipe and bf16."""
+    recipes = RECIPES if recipe is None else ("bf16", *({recipe} - {"bf16", "sequential"}))
+    return [(family, one, "tp=1") for one in recipes]
+
+
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Run the cases of the selected tests, in one launch of ranks per world size."""
     items: list[Any] = [
         item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
     ]
-    chosen = {tuple(item.callspec.params.values()) for item in items}
+    chosen = dict.fromkeys(tuple(item.callspec.params.values()) for item in items)
     folder = tmp_path_factory.mktemp("layouts")
     rows = [json.dumps({"prompt": f"Say {number}.", "answer": str(number)}) for number in range(4)]
     (folder / "unused.jsonl").write_text("\n".join(rows) + "\n")
-    for family in FAMILIES:
+    passes = [case for case in PASSES if case in chosen]
+    passes = [*dict.fromkeys((recipe, "tp=1") for recipe, _ in passes), *passes]
+    updates = [case for one in chosen if one not in PASSES for case in baselines(*one)]
+    updates = list(dict.fromkeys([*updates, *(case for case in CASES if case in chosen)]))
+    for family in dict.fromkeys([*(family for family, _, _ in updates), *["qwen3"] * bool(passes)]):
         make_inputs(folder, family)
-    updates = [
-        *((family, recipe, "tp=1") for family in FAMILIES for recipe in RECIPES),
-        *(c for c in CASES if c in chosen),
-    ]
-    passes = [*((recipe, "tp=1") for recipe in RECIPES), *(case for case in PASSES if case in chosen)]
     cases: list[Case | LogitsCase] = [Case(" ".join(key), config_of(folder, *key)) for key in updates]
     for case in cases:
         torch.save(make_groups(), folder / f"groups-{case.name}.pt")
-    sequences, exact = make_sequences(), exact_pass(folder)
-    cases += [LogitsCase(" ".join(key), config_of(folder, "qwen3", *key), sequences, **exact) for key in passes]
+    if passes:
+        sequences, exact = make_sequences(), exact_pass(folder)
+        cases += [LogitsCase(" ".join(key), config_of(folder, "qwen3", *key), sequences, **exact) for key in passes]
     problems: Results = {}
     for world_size in sorted({case.world_size for case in cases}):
         torch.save({i: case for i, case in enumerate(cases) if case.world_size == world_size}, folder / "cases.pt")

@@ -26,7 +26,7 @@ OLDEST = launcher.OTHERS[-1]
 EVERY_VERSION = (
     *(
         HERE / f"test_{name}.py"
-        for name in ("attention_backends", "context", "extension", "modules", "mxfp8", "optimizers")
+        for name in ("attention_backends", "buffers", "context", "extension", "modules", "mxfp8", "optimizers")
     ),
     f"{GPU / 'test_checkpoint.py'}::test_a_restored_policy_continues_like_the_saved_one",
     GPU / "test_recompute.py",
@@ -34,14 +34,30 @@ EVERY_VERSION = (
 )
 # The ranks of these tests take as long as all other tests of the default version.
 LAYOUTS = (HERE / "test_layouts.py", HERE / "test_context.py")
+LAYOUT = f"{HERE / 'test_layouts.py'}::test_a_layout_differs_from_one_rank_by_rounding"
+# What changed most since set one, and is short enough to run by default on set two.
+NEWEST = (
+    *(HERE / f"test_{name}.py" for name in ("buffers", "casts", "modules")),
+    *(f"{HERE / 'test_context.py'}::test_attention_over_ranks_is_that_of_fp64[{kind}-2]" for kind in ("p2p", "a2a")),
+    f"{HERE / 'test_mxfp8.py'}::test_a_step_of_a_linear_layer_is_that_of_the_replay",
+    f"{HERE / 'test_mxfp8.py'}::test_a_policy_in_mxfp8_is_restored_and_offloaded",
+    *(f"{LAYOUT}[qwen3-{recipe}-tp=2,sequence_parallel=true]" for recipe in ("tensorwise", "delayed", "blockwise")),
+    f"{LAYOUT}[qwen3_moe-blockwise-ep=2]",
+    f"{GPU / 'test_checkpoint.py'}::test_a_restored_policy_continues_like_the_saved_one[delayed scaling]",
+)
 # version and targets of each process
 TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {
     "layouts": (launcher.DEFAULT, LAYOUTS),
     launcher.DEFAULT: (launcher.DEFAULT, (HERE, GPU, *(f"--ignore={path}" for path in LAYOUTS))),
     **{version: (version, EVERY_VERSION) for version in launcher.OTHERS},
+    "newest": (launcher.DEFAULT, NEWEST),
+    "oldest": (OLDEST, (HERE / "test_buffers.py", HERE / "test_modules.py")),
 }
+SHORT = "test_what_changed_most_passes_on_set_two"
 # the test that reads the output of a process
 TESTS = {
+    "newest": SHORT,
+    "oldest": SHORT,
     "layouts": "test_layouts_on_emulated_kernels_give_the_numbers_of_one_rank",
     launcher.DEFAULT: "test_everything_for_transformer_engine_passes_on_emulated_kernels",
 }
@@ -65,7 +81,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     selected = [item.name for item in request.session.items if item.path == request.path]
     for name, (version, targets) in TARGETS.items():
         is_wanted = TESTS[name] in selected if name in TESTS else any(f"[{version}]" in test for test in selected)
-        if is_wanted and launcher.why_not(version) is None:
+        if is_wanted and not (is_all and TESTS.get(name) == SHORT) and launcher.why_not(version) is None:
             plugin = ["-p", "tests.te_on_cpu.emulated_te.plugin", "--te-version", version]
             options = ["-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", "--durations=10", *levels]
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
@@ -85,7 +101,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def output_of(running: dict[str, Running], name: str) -> str:
     """Return the output of a process after all of its tests passed."""
     if name not in running:
-        pytest.skip(str(launcher.why_not(TARGETS[name][0])))
+        pytest.skip(launcher.why_not(TARGETS[name][0]) or "with --all the other tests run these cases")
     process, log = running[name]
     code = process.wait(timeout=900)
     output = log.read_text()
@@ -117,6 +133,12 @@ def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> No
         [sys.executable, "-c", "import megatron.core"], env=environment, capture_output=True, text=True
     )
     assert bare.returncode != 0 and "empty `transformer-engine` meta package" in bare.stderr
+
+
+@pytest.mark.skipif(launcher.SET != "two", reason="CI runs set one with --all")
+def test_what_changed_most_passes_on_set_two(running: dict[str, Running]) -> None:
+    assert num_passed(output_of(running, "newest")) >= 100
+    assert num_passed(output_of(running, "oldest")) >= 50
 
 
 @pytest.mark.full

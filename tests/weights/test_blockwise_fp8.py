@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_mega.cli.preflight.precision import rollout_block_problems
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.errors import ConfigError, WeightMappingError, raise_all
-from grpo_mega.preflight.layout import served_card_problems
-from grpo_mega.preflight.precision import rollout_block_problems
+from grpo_mega.rollout.sglang.requirements import served_card_problems
 from grpo_mega.weights import apply as blockwise_fp8
 from grpo_mega.weights.families import FAMILIES, family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards

@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.preflight.model import shape_of
+from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.families import FAMILIES
 from grpo_mega.weights.hf_config import ALIASES, FIELDS, ROPE_THETA, ROTARY_SHARE, difference, resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config

@@ -171,13 +171,13 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def scale_attention(model: Any) -> None:
-    """Multiply the scale of DeepSeek-V2's attention by the square of YaRN's mscale, as DeepSeek's own code does.
+    """Include the square of YaRN's mscale in the scale of DeepSeek-V2's attention, as DeepSeek's own code does.
 
-    transformers applies this factor only to DeepSeek-V3.
+    transformers 5.12 includes it only for DeepSeek-V3, and 5.19 for both, so the scale is set and not multiplied.
     """
     rope = model.config.rope_parameters
     if model.config.model_type != "deepseek_v2" or not rope.get("mscale_all_dim") or rope["factor"] <= 1:
         return
     mscale = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
     for layer in model.model.layers:
-        layer.self_attn.scaling *= mscale**2
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5 * mscale**2

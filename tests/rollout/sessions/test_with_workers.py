@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_mega.config.rollout import RolloutConfig
-from grpo_mega.preflight.layout import tool_schemas
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.session import Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.tool_schemas import tool_schemas
 from tests.helpers.sessions import conversations, decode, prompt_of, result_of
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]

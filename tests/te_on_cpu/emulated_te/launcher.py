@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version as installed
 from pathlib import Path
 
-from grpo_mega.preflight.versions import find_set
+from grpo_mega.distributed.versions import find_set
 
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / ".venv-te"

@@ -30,6 +30,7 @@ CARDS = {
     for card in (Card("A100", (8, 0)), Card("L40S", (8, 9)), Card("H100", (9, 0)), Card("B200", (10, 0)))
 }
 _played = [CARDS["H100"]]
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 
 
 def card() -> Card:
@@ -51,7 +52,7 @@ def played(name: str) -> Iterator[Card]:
 
 
 def _forget() -> None:
-    """Clear TE's caches of the card's capability, and of its support for MXFP8."""
+    """Clear TE's caches of the card's capability, of its support for MXFP8, and of the attention that it chose."""
     utils: Any = sys.modules.get("transformer_engine.pytorch.utils")
     quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
     if utils is not None:
@@ -60,6 +61,9 @@ def _forget() -> None:
         quantization._MXFP8_SUPPORT = None
     elif quantization is not None:
         quantization.check_mxfp8_support.cache_clear()
+    attention: Any = sys.modules.get(f"{_ATTENTION}.dot_product_attention")
+    if attention is not None:
+        attention._attention_backends["attention_params"] = None
 
 
 def put_up() -> None:

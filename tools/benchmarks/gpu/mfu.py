@@ -1,10 +1,10 @@
 """Measure the MFU of a training step with the trainer's own Policy.update, on one GPU.
 
 A step has 4 micro-batches of 16,384 tokens in segments of 4,096 (512 of them prompt), forward and backward, and one
-optimizer step. Weights are random. planner/state.py counts its FLOPs with a formula that you can check by hand: 6 per
-token and weight that multiplies it, 12 q per pair of a query and a visible key, nothing for recomputation. MFU is this
-count divided by the median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. If a model does
-not fit, it gets fewer layers, and the case says how many.
+optimizer step. Weights are random. cli/planner/state.py counts its FLOPs with a formula that you can check by hand: 6
+per token and weight that multiplies it, 12 q per pair of a query and a visible key, nothing for recomputation. MFU is
+this count divided by the median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. If a model
+does not fit, it gets fewer layers, and the case says how many.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.planner.state import count_flops
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.flops import count_flops
 from tools.benchmarks.gpu.kernels import profiled
 from tools.benchmarks.gpu.models import hf_config_of, layers_that_fit, peak_tflops, shape_of
 from tools.benchmarks.gpu.rank import Figure, Options, config_of, seconds_of

@@ -18,7 +18,7 @@ idle       waiting for other ranks, subtracted from its phase: rendezvous, and n
            transfer). It excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
 reward     scoring after sampling has ended; scoring during sampling costs no time
 tokens/s   tokens of prompts and responses; for sample only responses. TFLOP/s and MFU use the model's FLOPs
-           (planner/state.py)
+           (cli/planner/state.py)
 GiB        peak memory of a rank: its process on a CPU, its tensors on a GPU
 
 --against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the
@@ -42,13 +42,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/throughput`
 
 from grpo_mega import config as configs
-from grpo_mega import paths, preflight
+from grpo_mega import paths
+from grpo_mega.cli import preflight
+from grpo_mega.cli.preflight.machine import CARDS
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import user_path
-from grpo_mega.preflight.machine import CARDS
 from grpo_mega.run import folder as run_folder
 from tools.benchmarks import harness
 from tools.benchmarks.throughput import result as results
@@ -157,7 +158,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
         raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
     code = EXIT_USER_ERROR
     try:
-        with run_folder.claim(config, resume=False, argv=["bench_throughput", *argv]):
+        with run_folder.claim(config, resume=False, command=["bench_throughput", *argv]):
             if is_rank:
                 code = measure(config, options)
             elif config.layout.world_size == 1:
@@ -188,7 +189,7 @@ def started(config: Config, argv: Sequence[str]) -> int:
 
 def measure(config: Config, options: argparse.Namespace) -> int:
     """Measure as one rank and return the exit code. Rank 0 writes the measurements of all ranks to the run's folder."""
-    from grpo_mega.preflight.precision import environment
+    from grpo_mega.cli.preflight.precision import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)

@@ -17,12 +17,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from grpo_mega.cli.planner.this_machine import free_on_gpu
+from grpo_mega.cli.preflight.model import read_model
+from grpo_mega.cli.report.writer import ReportWriter
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfer_class
 from grpo_mega.observe.progress import Timers
-from grpo_mega.planner.state import count_flops
-from grpo_mega.preflight.model import read_model
+from grpo_mega.observe.run_log import Hooks
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.run.engines import ranks_per_node
@@ -33,6 +35,7 @@ from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import harness
+from tools.benchmarks.flops import count_flops
 from tools.benchmarks.gpu.rank import finish
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
 
@@ -45,7 +48,7 @@ GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each respon
 def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int) -> dict[str, Any] | None:
     """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective."""
     waits = Waits()
-    with waits.installed(), open_job(config) as job:
+    with waits.installed(), open_job(config, hooks=Hooks(ReportWriter, free_on_gpu)) as job:
         if lengths is not None:
             _replace_sampling(job, lengths)
         recorder = Recorder(job, waits)

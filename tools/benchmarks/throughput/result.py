@@ -4,9 +4,9 @@ The time of a row in a step is its mean over the ranks. `seconds` is the mean of
 to the step, and a checkpoint every other step counts half. `median`, `low` and `high` are their median and quartiles.
 `slowest_rank` is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases.
 
-For a known card, MFU and the plan use the card's figures (preflight/machine.py). Otherwise they use the rates that the
-same run measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little. This module
-does not import torch.
+For a known card, MFU and the plan use the card's figures (cli/preflight/machine.py). Otherwise they use the rates that
+the same run measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from grpo_mega.cli.planner.job import PlannedJob
+from grpo_mega.cli.planner.plan import Plan
+from grpo_mega.cli.preflight.machine import CARDS, Card, card_of
+from grpo_mega.cli.preflight.model import read_model
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.plan import Plan
-from grpo_mega.preflight.machine import CARDS, Card, card_of
-from grpo_mega.preflight.model import read_model
 from tools.benchmarks.gpu.models import peak_tflops
 
 Json = dict[str, Any]

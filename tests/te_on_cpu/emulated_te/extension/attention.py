@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,66 +30,58 @@ def get_cudnn_version() -> int:
     return machine.CUDNN
 
 
-def get_fused_attn_backend(
-    is_training: bool,
-    q_dtype: DType,
-    kv_dtype: DType,
-    layout: Any,
-    bias_type: Any,
-    mask: Any,
-    softmax: Any,
-    dropout: float,
-    num_heads: int,
-    num_groups: int,
-    max_q: int,
-    max_kv: int,
-    dim_qk: int,
-    dim_v: int,
-    left: int,
-    right: int,
-    return_max_logit: bool = False,
-    cuda_graph: bool = False,
-    deterministic: bool = False,
-) -> Any:
-    given = (is_training, q_dtype, kv_dtype, layout, bias_type, mask, softmax, dropout, max_q, max_kv, dim_qk, dim_v)
-    fits = refusal(*given, left, right) == ""
+class Question(NamedTuple):
+    """The question before TE chooses fused attention, in the order of its arguments before 2.20."""
+
+    is_training: bool
+    q_dtype: DType
+    kv_dtype: DType
+    qkv_layout: Any
+    bias_type: Any
+    attn_mask_type: Any
+    softmax_type: Any
+    dropout: float
+    num_attn_heads: int
+    num_gqa_groups: int
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    window_size_left: int
+    window_size_right: int
+    return_max_logit: bool = False
+    cuda_graph: bool = False
+    deterministic: bool = False
+
+
+def get_fused_attn_backend(*arguments: Any) -> Any:
+    question = Question(*arguments)
+    fits = refusal(question, question.q_dtype, question.kv_dtype) == ""
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen if fits else NVTE_Fused_Attn_Backend.NVTE_No_Backend
 
 
-def refusal(
-    is_training: bool,
-    q_dtype: DType,
-    kv_dtype: DType,
-    layout: Any,
-    bias_type: Any,
-    mask: Any,
-    softmax: Any,
-    dropout: float,
-    max_q: int,
-    max_kv: int,
-    dim_qk: int,
-    dim_v: int,
-    left: int,
-    right: int,
-) -> str:
-    """Return the first rule of fused attention that is broken; "" if it fits."""
-    capability = machine.card().capability
-    is_packed, is_padded = layout.name.removeprefix("NVTE_").startswith("T"), "PADDING" in mask.name
+def refusal(question: Any, q_dtype: DType, kv_dtype: DType) -> str:
+    """Return the first rule of fused attention that is broken; "" if it fits. `question` has a Question's fields."""
+    capability, mask = machine.card().capability, question.attn_mask_type.name
+    dim_qk, dim_v = question.head_dim_qk, question.head_dim_v
+    is_short = question.max_seqlen_q <= question.max_seqlen_kv
+    is_packed, is_padded = question.qkv_layout.name.removeprefix("NVTE_").startswith("T"), "PADDING" in mask
     # Only Hopper has heads up to 256 wide. cuDNN 9.11 and later has a bug in backward passes with dim_qk != dim_v from
     # 128 on.
     widest = 256 if capability == (9, 0) else 128
-    has_bug = is_training and capability == (9, 0) and dim_qk != dim_v and min(dim_qk, dim_v) >= 128
+    has_bug = question.is_training and capability == (9, 0) and dim_qk != dim_v and min(dim_qk, dim_v) >= 128
+    is_causal = question.window_size_right == 0 and "CAUSAL" in mask and is_short
     rules = {
         "Q, K and V are not all in FP16 or BF16": q_dtype in (DType.kBFloat16, DType.kFloat16) and q_dtype == kv_dtype,
         "the compute capability is below 8.0": capability >= (8, 0),
         "a head dimension is no multiple of 8": dim_qk % 8 == dim_v % 8 == 0,
         f"a head dimension is above {widest}": max(dim_qk, dim_v) <= widest,
         "the head dimensions differ": not has_bug or (dim_qk, dim_v) == (192, 128),
-        "there is a bias": bias_type == NVTE_Bias_Type.NVTE_NO_BIAS,
-        "there is a softmax offset": softmax == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
-        "the sliding window has another mask": left == -1 or (right == 0 and "CAUSAL" in mask.name and max_q <= max_kv),
-        "dropout with padding": dropout == 0.0 or not is_padded,
-        "a bottom-right mask has more queries than keys": "BOTTOM" not in mask.name or max_q <= max_kv,
+        "there is a bias": question.bias_type == NVTE_Bias_Type.NVTE_NO_BIAS,
+        "there is a softmax offset": question.softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
+        "the sliding window has another mask": question.window_size_left == -1 or is_causal,
+        "dropout with padding": question.dropout == 0.0 or not is_padded,
+        "a bottom-right mask has more queries than keys": "BOTTOM" not in mask or is_short,
         "packed sequences need compute capability 9.0": not is_packed or (is_padded and capability >= (9, 0)),
     }
     return next((reason for reason, holds in rules.items() if not holds), "")

@@ -13,38 +13,20 @@ from typing import Any
 
 import torch
 
-from tests.te_on_cpu.emulated_te.extension.casts import cast, scale_of
+from tests.te_on_cpu.emulated_te.extension.casts import Buffers, cast, scale_of, wrap
 from tests.te_on_cpu.emulated_te.extension.common import BLOCK, block_maxima, check, num_blocks, spread, transposed
 from tests.te_on_cpu.emulated_te.extension.names import DType, Float8BlockScaleTensorFormat
 
 FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-Parts = dict[str, torch.Tensor | None]
 
 
 def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
     """Return `tensor` quantized in blocks, written into `output` if given."""
-    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
-
     x = tensor.detach().contiguous()
-    is_2d, is_compact = quantizer.block_scaling_dim == 2, bool(getattr(quantizer, "all_gather_usage", False))
-    check(not (is_2d and is_compact), "2D scaling is always GEMM_READY for now.")
-    check(x.shape[-1] % 16 == 0 or not is_2d, "block scaling needs row lengths that are multiples of 16")
-    parts: Parts = dict.fromkeys(FIELDS)
-    parts |= _squares(x, quantizer) if is_2d else _strips(x, quantizer, is_compact)
+    buffers = buffers_of(x, quantizer)
     if output is None:
-        shared: dict[str, Any] = {
-            "fp8_dtype": DType(quantizer.dtype),
-            "quantizer": quantizer,
-            "is_2D_scaled": is_2d,
-        }
-        if hasattr(quantizer, "all_gather_usage"):  # until TE 2.11
-            form = Float8BlockScaleTensorFormat
-            shared["data_format"] = form.COMPACT if is_compact else form.GEMM_READY
-        if quantizer.internal:
-            return Float8BlockwiseQTensorStorage(**parts, **shared)
-        return Float8BlockwiseQTensor(shape=x.shape, dtype=x.dtype, **parts, **shared)
-    for name, part in parts.items():
+        return wrap(quantizer, x.shape, x.dtype, buffers, **fields_of(quantizer))
+    for name, part in buffers.items():
         held = getattr(output, "_" + name)
         if part is None or held is None:
             setattr(output, "_" + name, part)
@@ -53,9 +35,25 @@ def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
     return output
 
 
-def _squares(x: torch.Tensor, quantizer: Any) -> Parts:
+def buffers_of(x: torch.Tensor, quantizer: Any) -> Buffers:
+    is_2d, is_compact = quantizer.block_scaling_dim == 2, bool(getattr(quantizer, "all_gather_usage", False))
+    check(not (is_2d and is_compact), "2D scaling is always GEMM_READY for now.")
+    check(x.shape[-1] % 16 == 0 or not is_2d, "block scaling needs row lengths that are multiples of 16")
+    return dict.fromkeys(FIELDS) | (_squares(x, quantizer) if is_2d else _strips(x, quantizer, is_compact))
+
+
+def fields_of(quantizer: Any) -> dict[str, Any]:
+    """Return the fields of the tensor that are no buffers."""
+    fields: dict[str, Any] = {"is_2D_scaled": quantizer.block_scaling_dim == 2}
+    if hasattr(quantizer, "all_gather_usage"):  # until TE 2.11
+        form = Float8BlockScaleTensorFormat
+        fields["data_format"] = form.COMPACT if quantizer.all_gather_usage else form.GEMM_READY
+    return fields
+
+
+def _squares(x: torch.Tensor, quantizer: Any) -> Buffers:
     bits, scales = _scaled(x, quantizer, BLOCK, BLOCK)
-    parts: Parts = {}
+    parts: Buffers = {}
     if quantizer.rowwise_usage:
         parts |= {"rowwise_data": bits, "rowwise_scale_inv": _padded(scales)}
     if quantizer.columnwise_usage:
@@ -63,8 +61,8 @@ def _squares(x: torch.Tensor, quantizer: Any) -> Parts:
     return parts
 
 
-def _strips(x: torch.Tensor, quantizer: Any, is_compact: bool) -> Parts:
-    parts: Parts = {}
+def _strips(x: torch.Tensor, quantizer: Any, is_compact: bool) -> Buffers:
+    parts: Buffers = {}
     if quantizer.rowwise_usage:
         bits, scales = _scaled(x, quantizer, 1, BLOCK)  # [rows, blocks]
         parts |= {"rowwise_data": bits, "rowwise_scale_inv": scales if is_compact else _padded(scales.T)}

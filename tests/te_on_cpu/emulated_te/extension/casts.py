@@ -7,6 +7,9 @@ transposed copy. Only MXFP8 has the buffers of a Blackwell card.
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +18,14 @@ from tests.te_on_cpu.emulated_te.extension.common import check, is_plain, transp
 from tests.te_on_cpu.emulated_te.extension.names import TORCH_OF, DType
 
 F32_MAX = torch.finfo(torch.float32).max
-KINDS = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer")
+# quantizer -> module and class of its tensors
+TENSORS = {
+    "Float8Quantizer": ("float8_tensor", "Float8Tensor"),
+    "Float8CurrentScalingQuantizer": ("float8_tensor", "Float8Tensor"),
+    "Float8BlockQuantizer": ("float8_blockwise_tensor", "Float8BlockwiseQTensor"),
+    "MXFP8Quantizer": ("mxfp8_tensor", "MXFP8Tensor"),
+}
+Buffers = dict[str, torch.Tensor | None]
 
 
 def cast(values: torch.Tensor, scale: torch.Tensor, fp8: DType) -> torch.Tensor:
@@ -47,9 +57,22 @@ def scale_of(amax: torch.Tensor, fp8: DType, pow_2: bool, epsilon: float, at_inf
 def kind_of(quantizer: Any) -> str:
     """Return the name of a quantizer's class. Raise NotImplementedError for NVFP4."""
     name = type(quantizer).__name__
-    if name not in KINDS:
+    if name not in TENSORS:
         raise NotImplementedError(f"quantization by {name} is not emulated")
     return name
+
+
+def wrap(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, buffers: Buffers, **others: Any) -> Any:
+    """Return TE's tensor around the buffers, or only its storage if the quantizer is internal."""
+    module, name = TENSORS[kind_of(quantizer)]
+    package = "transformer_engine.pytorch.tensor"
+    fields: dict[str, Any] = {**buffers, **others, "fp8_dtype": DType(quantizer.dtype), "quantizer": quantizer}
+    if not quantizer.internal:
+        return getattr(importlib.import_module(f"{package}.{module}"), name)(shape=shape, dtype=dtype, **fields)
+    storage = getattr(importlib.import_module(f"{package}.storage.{module}_storage"), f"{name}Storage")
+    if "fake_dtype" in inspect.signature(storage.__new__).parameters:  # since TE 2.16
+        fields["fake_dtype"] = dtype
+    return storage(**fields)
 
 
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
@@ -94,20 +117,20 @@ def _scale_to_maximum(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
     return quantizer.scale.copy_(scale) if hasattr(quantizer, "scale") else scale
 
 
-def _filled(x: torch.Tensor, quantizer: Any, scale: torch.Tensor, output: Any) -> Any:
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+def buffers_of(x: torch.Tensor, quantizer: Any, scale: torch.Tensor) -> Buffers:
+    bits = cast(x, scale, DType(quantizer.dtype))
+    return {
+        "data": bits if quantizer.rowwise_usage else None,
+        "data_transpose": transposed(bits) if quantizer.columnwise_usage else None,
+        "fp8_scale_inv": scale.reciprocal().reshape(1),
+    }
 
-    fp8 = DType(quantizer.dtype)
-    bits = cast(x, scale, fp8)
-    data = bits if quantizer.rowwise_usage else None
-    transpose = transposed(bits) if quantizer.columnwise_usage else None
-    scale_inv = scale.reciprocal().reshape(1)
+
+def _filled(x: torch.Tensor, quantizer: Any, scale: torch.Tensor, output: Any) -> Any:
+    buffers = buffers_of(x, quantizer, scale)
     if output is None:
-        shared = {"fp8_scale_inv": scale_inv, "fp8_dtype": fp8, "data_transpose": transpose, "quantizer": quantizer}
-        if quantizer.internal:
-            return Float8TensorStorage(data=data, **shared)
-        return Float8Tensor(shape=x.shape, dtype=x.dtype, data=data, **shared)
+        return wrap(quantizer, x.shape, x.dtype, buffers)
+    data, transpose, scale_inv = buffers.values()
     for name, found in (("_data", data), ("_transpose", transpose)):
         held = getattr(output, name)
         if found is None or held is None:
@@ -116,6 +139,7 @@ def _filled(x: torch.Tensor, quantizer: Any, scale: torch.Tensor, output: Any) -
             held.view(torch.uint8).copy_(found.view(held.shape))
     output._transpose_invalid = transpose is None
     output._fp8_dtype = quantizer.dtype
+    assert scale_inv is not None
     output._scale_inv.copy_(scale_inv.view_as(output._scale_inv))
     return output
 

@@ -45,7 +45,7 @@ def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_id
 def thd_read_second_half_lse(
     lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool, second_half_lse_seqlen: int
 ) -> torch.Tensor:
-    _check_packed(lse_packed)
+    check_packed(lse_packed)
     rows = _halves(cu_seqlens)[1]
     half = lse.new_zeros(lse.shape[0], second_half_lse_seqlen)
     half[:, : len(rows)] = lse[:, rows]
@@ -56,7 +56,7 @@ def thd_second_half_lse_correction(
     lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool
 ) -> None:
     """Add the statistics of more keys to the second halves, in place."""
-    _check_packed(lse_packed)
+    check_packed(lse_packed)
     rows = _halves(cu_seqlens)[1]
     lse[:, rows] = torch.logaddexp(lse[:, rows], lse_per_step[:, : len(rows)])
 
@@ -73,9 +73,9 @@ def thd_out_correction(
     """Add the output of some keys in place, scaled by their share of the softmax over all keys. Each addition rounds
     `out`.
     """
-    _check_packed(lse_packed)
+    check_packed(lse_packed)
     rows = rows_of(cu_seqlens, only_second_half)
-    share = (lse_per_step[:, : len(rows)] - lse[:, rows]).exp().t()[..., None]  # [rows, heads, 1]
+    share = share_of(lse_per_step[:, : len(rows)], lse[:, rows])
     out[rows] = (out[rows].float() + out_per_step[: len(rows)].float() * share).to(out.dtype)
 
 
@@ -108,6 +108,11 @@ def _halves(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-def _check_packed(lse_packed: bool) -> None:
+def share_of(lse: torch.Tensor, lse_of_all: torch.Tensor) -> torch.Tensor:
+    """Return the share [rows, heads, 1] of some keys of the softmax over all keys, from statistics [heads, rows]."""
+    return (lse - lse_of_all).exp().t()[..., None]
+
+
+def check_packed(lse_packed: bool) -> None:
     if not lse_packed:
         raise NotImplementedError("the unpacked statistics of cuDNN before version 9.6 are not emulated")

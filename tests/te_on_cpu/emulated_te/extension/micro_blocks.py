@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.te_on_cpu.emulated_te.extension.casts import cast, value_of
+from tests.te_on_cpu.emulated_te.extension.casts import Buffers, cast, value_of, wrap
 from tests.te_on_cpu.emulated_te.extension.common import block_maxima, check, spread
 from tests.te_on_cpu.emulated_te.extension.names import TORCH_OF, DType
 
@@ -21,34 +21,38 @@ FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_sc
 
 def quantize_micro_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
     """Return `tensor` quantized, written into `output` if given."""
-    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
-    from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
+    x = tensor.detach().contiguous()
+    buffers, fields = buffers_of(x, quantizer), fields_of(quantizer)
+    if output is None:
+        return wrap(quantizer, x.shape, x.dtype, buffers, **fields)
+    for name, part in {f"_{name}": part for name, part in buffers.items()}.items():
+        held = getattr(output, name)
+        setattr(output, name, part if part is None or held is None else held.copy_(part.view(held.shape)))
+    output._fp8_dtype = quantizer.dtype
+    for name, value in fields.items():
+        setattr(output, f"_{name}", value)
+    return output
 
+
+def buffers_of(x: torch.Tensor, quantizer: Any) -> Buffers:
     if getattr(quantizer, "with_2d_quantization", False):
         raise NotImplementedError("MXFP8 in blocks of 32 x 32 is not emulated")
-    x = tensor.detach().contiguous()
     rows, cols = math.prod(x.shape[:-1]), x.shape[-1]
     check(rows % SIZE == cols % SIZE == 0, f"MXFP8 requires tensor dims that are divisible by 32 (got {x.shape})")
-    is_swizzled = bool(getattr(quantizer, "optimize_for_gemm", False))
-    parts: dict[str, torch.Tensor | None] = dict.fromkeys(FIELDS)
+    parts: Buffers = dict.fromkeys(FIELDS)
     wanted = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
     for side in [side for side, is_wanted in wanted.items() if is_wanted]:
         bits, exponents = _scaled(x.view(rows, cols).float(), DType(quantizer.dtype), side)
         parts[f"{side}_data"] = bits.view(x.shape)
-        parts[f"{side}_scale_inv"] = _padded(exponents, side, is_swizzled)
-    swizzled = {"with_gemm_swizzled_scales": is_swizzled} if hasattr(quantizer, "optimize_for_gemm") else {}
-    if output is None:
-        shared: dict[str, Any] = {"fp8_dtype": DType(quantizer.dtype), "quantizer": quantizer, **swizzled}
-        if quantizer.internal:
-            return MXFP8TensorStorage(**parts, **shared)
-        return MXFP8Tensor(shape=x.shape, dtype=x.dtype, **parts, **shared)
-    for name, part in {f"_{name}": part for name, part in parts.items()}.items():
-        held = getattr(output, name)
-        setattr(output, name, part if part is None or held is None else held.copy_(part.view(held.shape)))
-    output._fp8_dtype = quantizer.dtype
-    for name, value in swizzled.items():
-        setattr(output, f"_{name}", value)
-    return output
+        parts[f"{side}_scale_inv"] = _padded(exponents, side, bool(getattr(quantizer, "optimize_for_gemm", False)))
+    return parts
+
+
+def fields_of(quantizer: Any) -> dict[str, Any]:
+    """Return the fields of the tensor that are no buffers."""
+    if not hasattr(quantizer, "optimize_for_gemm"):
+        return {}
+    return {"with_gemm_swizzled_scales": bool(quantizer.optimize_for_gemm)}
 
 
 def values_of(x: Any, side: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ NAMES = """
     multi_tensor_unscale_l2norm multi_tensor_adam_param_remainder multi_tensor_adam_capturable
     multi_tensor_adam_capturable_master multi_tensor_sgd multi_tensor_compute_scale_inv_e8m0
     bulk_overlap_ag_with_external_gemm
-    bgrad_group_quantize convert_host_pointers_to_tensor copy_data_ptrs_to_device create_empty_quantized_tensor
+    bgrad_group_quantize convert_host_pointers_to_tensor copy_data_ptrs_to_device
     cusolvermp_ctx_create cusolvermp_ctx_destroy dglu dsituglu ep_combine ep_combine_bwd ep_dispatch ep_dispatch_bwd
     ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch
     ep_zero_copy_supported fused_moe_aux_loss_fwd_graph_safe fused_topk_with_score_function_qb_fwd

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.te_on_cpu.emulated_te.extension import attention, names, optimizers
+from tests.te_on_cpu.emulated_te.extension import attention, blocks, casts, micro_blocks, names, optimizers
 from tests.te_on_cpu.emulated_te.extension.common import check
 
 
@@ -18,6 +18,25 @@ def enum_with(before: Any, name: str, *added: str, module: str = __name__) -> An
 
 NVTE_QKV_Format = enum_with(names.NVTE_QKV_Format, "NVTE_QKV_Format", "NVTE_BHSD", "NVTE_QKV_Format_NOT_SET")
 NVTE_QKV_Layout = enum_with(names.NVTE_QKV_Layout, "NVTE_QKV_Layout", "NVTE_BHSD_BHSD_BHSD")
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Any:
+    """Return a tensor with the buffers that quantization fills. All bytes are 0xFF, a NaN in each format, so that a
+    read before a write shows.
+    """
+    kind, zeros = casts.kind_of(quantizer), torch.zeros(shape, dtype=dtype)
+    if kind == "Float8BlockQuantizer":
+        buffers, fields = blocks.buffers_of(zeros, quantizer), blocks.fields_of(quantizer)
+    elif kind == "MXFP8Quantizer":
+        buffers, fields = micro_blocks.buffers_of(zeros, quantizer), micro_blocks.fields_of(quantizer)
+    else:
+        buffers, fields = casts.buffers_of(zeros, quantizer, torch.ones(1)), {}
+    for buffer in buffers.values():
+        if buffer is not None:
+            buffer.view(torch.uint8).fill_(0xFF)
+    return casts.wrap(quantizer, shape, dtype, buffers, **fields)
 
 
 def fused_attn_fwd(

@@ -33,22 +33,7 @@ NVTE_QKV_Layout = since_2_16.enum_with(
 def get_fused_attn_backend(params: Any) -> tuple[Any, str]:
     """Return the backend, and the reason if there is none."""
     dtype = names.DType(int(params.qkv_dtype))
-    reason = attention.refusal(
-        params.is_training,
-        dtype,
-        dtype,
-        params.qkv_layout,
-        params.bias_type,
-        params.attn_mask_type,
-        params.softmax_type,
-        params.dropout,
-        params.max_seqlen_q,
-        params.max_seqlen_kv,
-        params.head_dim_qk,
-        params.head_dim_v,
-        params.window_size_left,
-        params.window_size_right,
-    )
+    reason = attention.refusal(params, dtype, dtype)
     backend = NVTE_Fused_Attn_Backend
     return (backend.NVTE_No_Backend if reason else backend.NVTE_F16_arbitrary_seqlen), reason
 
@@ -65,9 +50,10 @@ def thd_out_correction(
 ) -> None:
     """Merge the output of more keys into the output of the keys so far, whose statistics are `lse_before`, in place."""
     check(out.dtype == out_per_step.dtype, "out and out_per_step must have the same dtype")
+    context.check_packed(lse_packed)
     rows = context.rows_of(cu_seqlens, only_second_half)
-    kept = (lse_before[:, rows] - lse[:, rows]).exp().t()[..., None]
-    share = (lse_per_step[:, : len(rows)] - lse[:, rows]).exp().t()[..., None]
+    kept = context.share_of(lse_before[:, rows], lse[:, rows])
+    share = context.share_of(lse_per_step[:, : len(rows)], lse[:, rows])
     merged = out[rows].float() * kept + out_per_step[: len(rows)].float() * share
     out[rows] = merged.to(out.dtype)
 

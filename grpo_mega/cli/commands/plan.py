@@ -1,0 +1,124 @@
+"""`grpo-mega plan`: predict without a GPU whether a job fits in memory, and how fast it is."""
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from statistics import fmean
+
+from grpo_mega import config as configs
+from grpo_mega.cli.commands.options import PlanOptions
+from grpo_mega.cli.planner import report, this_machine
+from grpo_mega.cli.planner.generation import read_lengths
+from grpo_mega.cli.planner.job import PlannedJob, plan_on
+from grpo_mega.cli.planner.plan import Plan, suggest
+from grpo_mega.cli.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
+from grpo_mega.cli.preflight.machine import ASSUMED, CPU, card_of
+from grpo_mega.cli.preflight.model import known_model, read_planned_model, read_teachers
+from grpo_mega.distributed.versions import installed_set
+from grpo_mega.errors import ConfigError, UserError, raise_all
+
+FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
+
+
+def run(options: PlanOptions) -> int:
+    """Print the plan. Return 0 if the job fits, 1 if it does not, 2 if its config breaks a rule.
+
+    Raise UserError if there is nothing to plan; with --json, the error is in the JSON instead.
+    """
+    try:
+        setup, findings = prepare_plan(options)
+    except UserError as error:
+        if not options.is_json:
+            raise
+        setup, findings = None, Findings(list(error.lines))
+    if setup is None or findings.violations:
+        refusal = {
+            "fits": False,
+            "peak_gib": None,
+            "capacity_gib": None,
+            "violations": findings.violations,
+            "notes": findings.notes,
+            "tokens_per_second_per_gpu": None,
+            "step_seconds": None,
+            "gpu": options.gpu,
+        }
+        print(json.dumps(refusal, indent=1) if options.is_json else report.refusal_text(findings))
+        return ILLEGAL
+    plan = Plan(setup)
+    suggestions = suggest(setup) if options.suggests else None
+    found, rehearsed, agrees = {}, "", True
+    if options.rehearses:
+        from grpo_mega.cli import rehearsal  # imports torch and Megatron
+
+        fields = read_planned_model(setup.config, options.model_config, options.model).fields
+        [comparisons] = rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])
+        found, rehearsed = (
+            {"rehearsal": [asdict(c) for c in comparisons]},
+            "\n\n" + rehearsal.comparison_lines(setup, comparisons),
+        )
+        agrees = all(c.agrees for c in comparisons)
+    if options.is_json:
+        print(json.dumps(report.as_json(plan, findings, suggestions) | found, indent=1))
+    else:
+        print(report.plan_text(plan, findings, suggestions, explains=options.explains) + rehearsed)
+    return FITS if plan.fits and agrees else DOES_NOT_FIT
+
+
+def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
+    """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
+    is_here = options.gpu == CPU
+    if options.rehearses:
+        raise_all(installed_set().problems)
+    card = None if is_here else card_of(options.gpu)
+    if options.ranks and not options.rehearses:
+        raise ConfigError(f"--ranks {' '.join(map(str, options.ranks))} needs --rehearse; add it")
+    if options.model is not None:
+        known_model(options.model)
+        if options.model_config is not None:
+            both = f"--model {options.model} and --model-config {options.model_config}"
+            raise ConfigError(f"{both} name two models; give one of them")
+    for name, value in (("--gpus-per-node", options.gpus_per_node), ("--world-size", options.world_size)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    config, dtype_note = resolve_dtype(configs.load(options.config, list(options.overrides)), is_gpu=not is_here)
+    world_size = options.world_size or config.layout.world_size
+    machine = Machine(world_size, world_size if is_here else options.gpus_per_node, card)
+    if is_here and options.model is None and options.model_config is None:
+        findings = this_machine.find_all(config, machine)  # it lists the same findings as training
+    else:
+        read = partial(read_planned_model, model_config=options.model_config, name=options.model)
+        findings = (this_machine.find_all if is_here else find_all)(config, machine, read)
+    if (model := findings.model) is None:
+        return None, findings
+    findings.notes += [] if dtype_note is None else [dtype_note]
+    findings.notes += [] if is_here else start_notes(config)
+    nodes, rest = divmod(world_size, machine.ranks_per_node)
+    if nodes and rest:
+        findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {options.gpus_per_node} and part of another")
+    if config.device == "cpu" and card is not None:
+        findings.notes.append(f"device=cpu is ignored: the plan is for {card.title}")
+    longest_prompt, longest_response = config.data.max_prompt_length, config.rollout.max_response_length
+    prompt = ASSUMED.prompt_fill * longest_prompt if options.mean_prompt is None else options.mean_prompt
+    response = ASSUMED.response_fill * longest_response if options.mean_response is None else options.mean_response
+    lengths = None
+    if options.lengths is not None:
+        if options.mean_response is not None:
+            raise ConfigError(
+                f"--mean-response {response:g} and --lengths {options.lengths} both give lengths; give one of them"
+            )
+        lengths = read_lengths(options.lengths, longest_response)
+        response = fmean(lengths.of(config.batch.prompts_per_step * config.algorithm.group_size))
+    for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
+        if not 0 < mean <= longest:
+            raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
+    if card is None:
+        # Too little memory is no broken rule here: the plan shows what needs it.
+        findings.violations = [line for line in findings.violations if not line.startswith(this_machine.MEMORY)]
+        rates = this_machine.Rates()
+        if not findings.violations:
+            rates = this_machine.measure_rates(config, model.shape, machine.world_size)
+        setup = this_machine.plan_here(config, model, machine, rates)
+    else:
+        setup = plan_on(card, config, model, machine)
+    teachers = read_teachers(config, findings.notes)
+    return replace(setup, mean_prompt=prompt, mean_response=response, lengths=lengths, teachers=teachers), findings

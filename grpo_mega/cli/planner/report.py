@@ -1,0 +1,392 @@
+"""A plan as sections of figures, printed as JSON or as text for a terminal of 100 columns.
+
+The JSON has the fields that scripts need most at the top level, then every figure. The text has the same figures with
+notes.
+"""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from grpo_mega.cli.planner.job import TracedNumber
+from grpo_mega.cli.planner.memory import PHASES
+from grpo_mega.cli.planner.plan import MARGIN, Option, Plan, first_changes, other_placement
+from grpo_mega.cli.planner.timing import groups
+from grpo_mega.cli.preflight import Findings
+
+WIDTH, LABEL_WIDTH = 100, 26
+# Words of the text, and what they are called in a plan for ranks on a CPU.
+WITHOUT_GPU = {
+    "per GPU": "per rank",
+    "tokens/s/GPU": "tokens/s/rank",
+    "Memory of a device": "Memory of a rank",
+    "from peak rates": "from measured rates",
+    "of the bf16 peak": "of the measured product",
+    "TFLOP/s bf16, 0 fp8, HBM": "TFLOP/s per rank, memory",
+}
+AXES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """Figures of one subject."""
+
+    name: str
+    figures: list[TracedNumber]
+    detail: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)  # keyed by a figure's label
+    remarks: Iterable[str] = ()
+    is_formula: bool = False  # shown in the text only with --explain
+
+
+def sections(plan: Plan) -> Iterator[ReportSection]:
+    """Yield all figures by section. Memory figures are for the stage with the highest peak."""
+    setup, engine, host, timing = plan.setup, plan.engine, plan.host, plan.timing
+    yield _batch(plan)
+    for phase, parts in plan.worst.phases.items():
+        yield ReportSection(f"memory, {phase}", [*parts, plan.worst.totals[phase]], is_formula=True)
+    yield ReportSection("activations of a layer", plan.worst.layer, is_formula=True)
+    at_once = f"of mean length (rollout.max_concurrent={setup.config.rollout.max_concurrent})"
+    yield ReportSection("engine", [engine.cache_tokens, engine.concurrent], notes={engine.concurrent.label: at_once})
+    if plan.engine_device:
+        room = f"{plan.engine_total.gib:.1f} of {plan.capacity_gib:.1f} GiB"
+        yield ReportSection("memory, engine's own device", [*plan.engine_device, plan.engine_total], room)
+    usual = setup.card.node_memory_gib * setup.ranks_per_node / 8
+    notes = {host.saving.label: "while a checkpoint is gathered"}
+    if host.peak.gib > usual and not setup.card.is_cpu:
+        notes[host.peak.label] = f"more than the {usual:,.0f} GiB of a usual node"
+    yield ReportSection(
+        "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes
+    )
+    size = f"{plan.checkpoint / 1e9:,.0f} GB"
+    kept = (
+        f"= {size}; {plan.kept_bytes / 1e9:,.0f} GB with the {setup.config.checkpoint.keep} kept and the one being"
+        " written"
+    )
+    remarks = [f"A save needs {size} of free disk."]
+    yield ReportSection("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
+    notes = {
+        link.kind: f"= {link.sent / 1e9:,.1f} GB; {'network' if link.crosses else setup.card.link};"
+        f" {link.num_crossing} of {link.num_groups} groups across nodes"
+        for link in plan.links
+    }
+    figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
+    yield ReportSection("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
+    shares = {phase.label: phase / timing.step for phase in timing.phases}
+    waits = "Engines generate while the others train; sampling is the time that the trainers wait."
+    yield ReportSection(
+        "time",
+        [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share],
+        "of a step; an estimate from peak rates and assumed shares of them",
+        {label: f"{share:>7.0%}  {'#' * round(40 * share)}".rstrip() for label, share in shares.items()},
+        [waits] if setup.is_separate and setup.config.rollout.keeps_unfinished else [],
+    )
+
+
+def _batch(plan: Plan) -> ReportSection:
+    setup, batch, sizes = plan.setup, plan.setup.batch, plan.setup.config.batch
+    notes = {
+        batch.samples.label: f"= {sizes.prompts_per_step} prompts x {setup.config.algorithm.group_size}",
+        batch.micro_batches.label: f"of up to {sizes.tokens_per_micro_batch:,} tokens per optimizer step",
+    }
+    remarks = [f"{sizes.optimizer_steps:,} optimizer steps = {sizes.mini_batches} mini-batches x {sizes.epochs} epochs"]
+    if (lengths := setup.response_lengths) is not None:
+        values = ", ".join(f"p{percent}={lengths.at(percent / 100):,.0f}" for percent in (50, 90, 99))
+        remarks.append(f"Lengths of responses: {values} tokens{'' if setup.lengths else ' (assumed; give --lengths)'}")
+    means = f"mean prompt {setup.mean_prompt:g}, mean response {setup.mean_response:g} tokens (assumed or given)"
+    return ReportSection("batch", [*batch], means, notes, remarks)
+
+
+def _sync_remark(plan: Plan) -> Iterator[str]:
+    """Yield the traffic of a sync. Only the text counts it, because that takes a second for 512 ranks."""
+    if plan.links:
+        traffic = plan.sync_traffic
+        yield (
+            f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between"
+            f" nodes; at most {max(traffic.received) / 1e9:.1f} GB to one rank."
+        )
+
+
+def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
+    setup, layout = plan.setup, plan.setup.layout
+    places = [(rank, layout.place(rank)) for rank in range(layout.world_size)]
+    suggestions = {} if options is None else {"suggestions": [_option_json(option) for option in options]}
+    return {
+        "fits": plan.fits,
+        "peak_gib": round(plan.peak_gib, 3),
+        "capacity_gib": plan.capacity_gib,
+        "spare": round(plan.spare, 4),
+        "is_tight": plan.is_tight,
+        "both_fit": plan.both_fit,
+        "free_gib": {phase: round(free, 3) for phase, free in plan.free_gib.items()},
+        "violations": [],
+        "shortfalls": plan.shortfalls,
+        "notes": findings.notes,
+        "tokens_per_second_per_gpu": round(plan.timing.tokens_per_second_per_gpu, 3),
+        "step_seconds": round(plan.timing.step, 3),
+        "gpu": setup.card.name,
+        "world_size": setup.world_size,
+        "num_nodes": setup.num_nodes,
+        "peak_phase": plan.peak_phase,
+        "peak_stage": plan.worst.pp_rank,
+        "layout": {axis: getattr(layout, axis) for axis in AXES},
+        "ranks": [{"tp": tp, "cp": layout.cp_rank(rank), "pp": pp, "dp": dp} for rank, (tp, pp, dp) in places],
+        "engine_ranks": setup.config.layout.engine_ranks,
+        "engines": setup.engine_layout.num_engines,
+        "stages": [
+            {
+                "stage": stage.pp_rank,
+                "weights_bytes": stage.state.weights,
+                "gradients_bytes": stage.state.gradients,
+                "optimizer_bytes": [stage.state.optimizer(rank) for rank in range(layout.tp * layout.num_replicas)],
+                "phases_gib": {phase: round(figure.gib, 3) for phase, figure in stage.totals.items()},
+            }
+            for stage in plan.stages
+        ],
+        "kv_cache_tokens": int(plan.engine.cache_tokens),
+        "engine_device_gib": round(plan.engine_total.gib, 3),
+        "placement": _placement_json(plan),
+        "pinned_gib_a_node": round(plan.host.pinned_total.gib, 1),
+        "host_peak_gib_a_node": round(plan.host.peak.gib, 1),
+        "checkpoint_gb": round(plan.checkpoint / 1e9, 1),
+        "checkpoints_held_gb": round(plan.kept_bytes / 1e9, 1),
+        "free_disk_asked_gb": round(plan.checkpoint / 1e9, 1),
+        "communication": [
+            {
+                "kind": link.kind,
+                "sent_bytes": link.sent.value,
+                "link": "network" if link.crosses else setup.card.link.lower(),
+                "groups": link.num_groups,
+                "groups_across_nodes": link.num_crossing,
+                "seconds": link.seconds.value,
+            }
+            for link in plan.links
+        ],
+        "change_first": [_option_json(option) for option in first_changes(plan)],
+        "figures": {section.name: [figure.as_json() for figure in section.figures] for section in sections(plan)},
+        "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
+    } | suggestions
+
+
+def _placement_json(plan: Plan) -> dict[str, Any] | None:
+    """Return the faster placement with both times; None if there is no distribution of lengths."""
+    compared = other_placement(plan)
+    if compared is None:
+        return None
+    faster, other = compared
+    plans = [plan, other.plan] if other else [plan]
+    rollout = faster.setup.config.rollout
+    return {
+        "faster": rollout.placement,
+        "engine_ranks": faster.setup.config.layout.engine_ranks,
+        "max_staleness": rollout.max_staleness if rollout.is_separate else None,
+        "step_seconds": {one.setup.config.rollout.placement: round(one.timing.step, 3) for one in plans},
+        "other": other and _option_json(other),
+    }
+
+
+def _option_json(option: Option) -> dict[str, Any]:
+    return {
+        "flags": option.flags,
+        "fits": option.plan.fits,
+        "peak_gib": round(option.plan.peak_gib, 2),
+        "step_seconds": round(option.plan.timing.step, 2),
+        "tokens_per_second_per_gpu": round(option.rate, 2),
+    }
+
+
+def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
+    found = [section for section in sections(plan) if section.figures and (explains or not section.is_formula)]
+    batch, *rest = [_section_lines(section, explains=explains) for section in found]
+    parts = [_verdict(plan), _wrapped(findings.notes, "note: "), _ranks_lines(plan), batch, _memory(plan), *rest]
+    changes = first_changes(plan)
+    if changes or not plan.fits:
+        detail = "no single change makes it fit; --suggest searches whole layouts"
+        if changes:
+            detail = f"single changes that {'make it faster' if plan.fits and not plan.is_tight else 'make room'}"
+        parts.append([_head("What to change first", detail), *_option_lines(changes)])
+    if options is not None:
+        none = f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs"
+        detail = f"the fastest that leave {MARGIN:.0%} free" if options else none
+        parts.append([_head("Suggested layouts", detail), *_option_lines(options)])
+    card = plan.setup.card
+    if explains:
+        rates = (
+            f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g}"
+            f" fp8, HBM {card.hbm_bytes / 1e9:g} GB/s, {card.link} {card.nvlink_bytes / 1e9:g}, network"
+            f" {card.network_bytes / 1e9:g}, host {card.host_bytes / 1e9:g}"
+        )
+        rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
+        parts.append([_head("Assumptions", "cli/preflight/machine.py"), *_wrapped([*rows, rates], "  ")])
+    text = "\n\n".join("\n".join(lines) for lines in parts if lines)
+    for words, without_gpu in WITHOUT_GPU.items() if card.is_cpu else ():
+        text = text.replace(words, without_gpu)
+    return text
+
+
+def refusal_text(findings: Findings) -> str:
+    """Return the text for a config that breaks rules and therefore has no plan."""
+    count = len(findings.violations)
+    head = f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"
+    return "\n".join([head, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
+
+
+def _section_lines(section: ReportSection, *, explains: bool) -> list[str]:
+    """Return a line per figure; with `explains` also its formula and inputs."""
+    lines = [_head(section.name.capitalize(), section.detail)]
+    for figure in section.figures:
+        value = f"{figure:,.0f} {figure.unit}".rstrip()
+        if figure.unit == "B":
+            value = f"{figure.gib:,.1f} GiB"
+        elif figure.unit == "s":
+            value = _seconds(figure)
+        elif not figure.unit and 0 < figure < 1:  # a share
+            value = f"{figure:.0%}"
+        trust = f"({figure.trust})" if explains and figure.trust != "estimate" else ""
+        lines += _wrapped([_row(figure.label, value, section.notes.get(figure.label, ""), trust)], "  ")
+        if explains:
+            inputs = ", ".join(f"{name}={_number(value)}" for name, value in figure.inputs.items())
+            lines += _wrapped(
+                [f"{_number(figure.value)} = {figure.formula}", *([f"with {inputs}"] if inputs else [])], "      "
+            )
+    return [*lines, *_wrapped(section.remarks, "  ")]
+
+
+def _row(label: str, value: str, *notes: str) -> str:
+    return " ".join([f"{label:{LABEL_WIDTH}}{value:>14}", *filter(None, notes)]).rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{int(value)}" if isinstance(value, int) or value.is_integer() else f"{value:.6g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value < 0.1 else f"{value:.1f} s" if value < 1000 else f"{value / 60:.0f} min"
+
+
+def _head(title: str, detail: str) -> str:
+    return textwrap.shorten(f"{title} ({detail})" if detail else title, WIDTH, placeholder=" ...")
+
+
+def _wrapped(texts: Iterable[str], lead: str = "") -> list[str]:
+    """Return lines of at most WIDTH columns. Spaces that align a table stay."""
+    hanging = " " * len(lead) + ("" if lead.strip() else "  ")
+    wrapper = textwrap.TextWrapper(
+        WIDTH, initial_indent=lead, subsequent_indent=hanging, break_on_hyphens=False, replace_whitespace=False
+    )
+    return [line for one in texts for line in wrapper.wrap(one)]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    setup, timing = plan.setup, plan.timing
+    if plan.fits:
+        tight = f", less than the {MARGIN:.0%} that estimates need" if plan.is_tight else ""
+        room = f"{plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak ({plan.peak_phase})"
+        answer = f"FITS with {plan.spare:.0%} to spare{tight}: {room}"
+    else:
+        answer = f"DOES NOT FIT: {'; '.join(plan.shortfalls)}"
+    speed = (
+        f"A step takes about {_seconds(timing.step)}; {timing.tokens_per_second_per_gpu:,.0f} tokens per second per"
+        " GPU."
+    )
+    parameters = plan.checkpoint.inputs["parameters"]
+    size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+    place = f"{setup.world_size} {'ranks of' if setup.card.is_cpu else 'x'} {setup.card.title}"
+    title = f"{setup.shape.model_type}, {size} parameters, on {place}"
+    lines, compared = [title, *_wrapped([answer]), speed], other_placement(plan)
+    if compared is None:
+        return lines
+    faster, option = compared
+    if option is None:
+        name = "colocated" if setup.is_separate else "separate"
+        choice = (
+            f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp"
+            " and pp."
+        )
+    else:
+        slower = option.plan if faster is plan else plan
+        first, second = (f"{_placement_name(one)}, {_seconds(one.timing.step)}" for one in (faster, slower))
+        choice = f"Expected faster: {first} per step; {second}{'' if slower.fits else ', does not fit'}."
+    return lines + _wrapped([choice])
+
+
+def _placement_name(plan: Plan) -> str:
+    config = plan.setup.config
+    if plan.setup.is_separate:
+        return f"separate (engine_ranks={config.layout.engine_ranks}, max_staleness={config.rollout.max_staleness})"
+    return "colocated with partial rollouts" if config.rollout.partial else "colocated"
+
+
+def _ranks_lines(plan: Plan) -> list[str]:
+    setup, layout, config = plan.setup, plan.setup.layout, plan.setup.config
+    axes = AXES if setup.shape.num_experts else AXES[:-1]
+    cuts = [f"{axis}={getattr(layout, axis)}" for axis in axes] + [
+        "sequence parallel"
+    ] * config.layout.sequence_parallel
+    lines, nodes = [], "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
+    replicas = "data parallel" if layout.cp == 1 else "data and context parallel"
+    names = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts", "dp": replicas}
+    for axis, name in names.items():
+        first, *others = groups(layout, axis)
+        if len(first) > 1:
+            lines.append(_row(name, f"{len(others) + 1} groups of {len(first)};", f"the first: ranks {_ranks(first)}"))
+    sizes = ["+".join(str(len(chunk)) for chunk in setup.chunks(pp_rank)) for pp_rank in range(layout.pp)]
+    lines.append(_row("layers by stage", "", ", ".join(sizes)))
+    if setup.is_served:
+        cut = f"tp={config.rollout.tp}" + (f", ep={config.rollout.ep}" if config.rollout.ep > 1 else "")
+        place = _ranks(range(setup.first_engine_rank, setup.first_engine_rank + config.rollout.tp))
+        engines = f"{setup.engine_layout.num_engines} of {cut}, each within a node; the first: ranks {place}"
+    else:
+        engines = f"{setup.num_engine_ranks}, the whole model in each rank's process (embedded)"
+    lines.append(_row("engines", "", engines))
+    if setup.is_separate:
+        ranks = _ranks(range(setup.first_engine_rank, setup.world_size))
+        lines.append(_row("", "", f"on separate ranks, {ranks}; the others train"))
+    head = _head("Rank placement", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")
+    return [head, *_wrapped(lines, "  ")]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and len({b - a for a, b in pairwise(ranks)}) == 1:
+        step = ranks[1] - ranks[0]
+        return f"{ranks[0]}-{ranks[-1]}" if step == 1 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _memory(plan: Plan) -> list[str]:
+    """Return the figures of all phases as one table, with a column per phase."""
+    stage, capacity = plan.worst, plan.capacity_gib
+    by_phase = {phase: {figure.label: figure.gib for figure in parts} for phase, parts in stage.phases.items()}
+    totals = {phase: figure.gib for phase, figure in stage.totals.items()}
+    layers = "Transformer Engine's layers" if plan.setup.uses_te else "local layers"
+    detail = f"stage {stage.pp_rank}, the fullest; recompute {plan.setup.config.model.recompute}; {layers}"
+
+    def line(label: str, cells: Iterable[str]) -> str:
+        return f"  {label:{LABEL_WIDTH}}" + "".join(f"{cell:>12}" for cell in cells)
+
+    lines = [_head("Memory of a device, GiB", detail), line("", PHASES)]
+    for label in dict.fromkeys(label for parts in by_phase.values() for label in parts):
+        values = [by_phase[phase].get(label, 0) for phase in PHASES]
+        if any(values):
+            lines.append(line(label, (f"{value:.1f}" if value else "." for value in values)))
+    lines.append(line("total", (f"{totals[phase]:.1f}" for phase in PHASES)))
+    lines.append(line(f"of {capacity:.1f}", (f"{totals[phase] / capacity:.0%}" for phase in PHASES)))
+    peaks = ", ".join(f"{one.pp_rank}: {one.peak.gib:.1f}" for one in plan.stages)
+    lines += _wrapped([f"{'peak by stage':{LABEL_WIDTH}}{peaks}"], "  ")
+    if plan.both_fit:
+        lines.append(
+            "  Policy and engine fit together: after the first update rollout.sleep=auto moves nothing any more."
+        )
+    return lines
+
+
+def _option_lines(options: Iterable[Option]) -> Iterator[str]:
+    for number, option in enumerate(options, 1):
+        state = "fits" if option.plan.fits else "does not fit"
+        yield (
+            f"  {number}. {option.rate:>8,.0f} tokens/s/GPU, {_seconds(option.plan.timing.step)} per step, "
+            f"{option.plan.peak_gib:.1f} GiB, {option.plan.spare:.0%} to spare, {state}"
+        )
+        yield from _wrapped([option.flags or "the config as it is"], "     ")
