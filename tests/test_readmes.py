@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.commands.config import find_keys
+from grpo_mega.cli.commands.config import find_keys
 from grpo_mega.config import Config
 from grpo_mega.weights.families import FAMILIES
 
