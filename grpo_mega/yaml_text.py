@@ -27,13 +27,8 @@ _PATTERNS = {
 def parse_yaml(text: str) -> Any:
     """Return the value of a YAML document. Raise ValueError in one line, with the line of the text."""
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = _compose(text)
         return None if node is None else _Reader().value(node, "")
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"line {line}: U+{ord(text[error.position]):04X} is not allowed in YAML") from None
-    except (yaml.YAMLError, OverflowError) as error:  # "\U99999999" overflows
-        raise ValueError(f"not YAML ({' '.join(str(error).split())})") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -58,6 +53,16 @@ def parse_value(text: str) -> Any:
 def dump_yaml(value: Any) -> str:
     """Return a text that `parse_yaml` and readers of YAML 1.1 read as the same value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+
+
+def _compose(text: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"line {line}: U+{ord(text[error.position]):04X} is not allowed in YAML") from None
+    except (yaml.YAMLError, OverflowError, ValueError) as error:  # chr() raises the last two for "\U99999999"
+        raise ValueError(f"not YAML ({' '.join(str(error).split())})") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -117,6 +117,7 @@ def test_a_key_given_twice_is_refused_with_its_path_and_line(text: str, line: in
         ("\x9f", "line 1: U+009F is not allowed in YAML"),
         ("a: \ufffe", "line 1: U+FFFE is not allowed in YAML"),
         ('a: "\\U99999999"', "not YAML"),
+        ('a: "\\U00110000"', "not YAML"),
         ("[" * 20_000, "nested too deeply"),
         ("{a: " * 20_000, "nested too deeply"),
         (BOMB, "more than 100,000 values"),

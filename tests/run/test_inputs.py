@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -241,14 +240,25 @@ def test_nodes_may_list_packages_and_files_in_other_orders(rank: int, folder: Pa
     listed, scanned, found = os.listdir, os.scandir, run_inputs.distributions
     backwards = partial(sorted, reverse=bool(rank))
 
-    @contextmanager
-    def scandir(path: Any) -> Iterator[Iterator[os.DirEntry[str]]]:
-        with scanned(path) as entries:
-            yield iter(backwards(entries, key=lambda entry: entry.name))
+    class Entries(Iterator[os.DirEntry[str]]):  # pathlib of Python 3.12 iterates over the context manager itself
+        def __init__(self, path: Any) -> None:
+            with scanned(path) as entries:
+                self._left = backwards(entries, key=lambda entry: entry.name)
+
+        def __next__(self) -> os.DirEntry[str]:
+            if not self._left:
+                raise StopIteration
+            return self._left.pop(0)
+
+        def __enter__(self) -> Entries:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "listdir", lambda *path: backwards(listed(*path)))
-        patch.setattr(os, "scandir", scandir)
+        patch.setattr(os, "scandir", Entries)
         patch.setattr(run_inputs, "distributions", lambda: backwards(found(), key=lambda one: one.name))
         patch.setitem(
             FILES, "path/even_tool-2.dist-info/METADATA", "Metadata-Version: 2.1\nName: even-tool\nVersion: 2\n"

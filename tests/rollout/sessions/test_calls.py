@@ -66,7 +66,7 @@ def test_calls_are_parsed_by_family(name: str, text: str, content: str, calls: l
         ("qwen2.5", '<tool_call>\n{"name": "f"}', "</tool_call> is missing"),
         ("qwen2.5", '<tool_call>{"arguments": {}}</tool_call>', "object with name"),
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "must be an object, not a text"),
-        ("qwen2.5", f"<tool_call>{'[' * 5000}</tool_call>", "nested too deeply"),
+        ("qwen2.5", f"<tool_call>{'[' * 20_000}</tool_call>", "nested too deeply"),
         ("llama3", '{"name": "f", "parameters": ', "not JSON"),
         ("llama3", "so<|python_tag|>", "object with name"),
         ("llama3", '<|python_tag|>[{"name": "f", "parameters": {}}]', "object with name"),
