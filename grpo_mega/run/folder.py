@@ -313,9 +313,9 @@ def _start(config: Config, command: list[str], split: str) -> dict[str, Any]:
     """Describe this start and the first rank's node: system, processor, cores, memory, and the GPUs of the driver."""
     # The commit of the code, with "-dirty" if it has changes. There is none outside a git checkout.
     git, here = None, str(Path(__file__).parent)
-    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    describe = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
-        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        git = subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     versions = installed_set()
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
