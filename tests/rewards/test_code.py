@@ -142,8 +142,9 @@ for run in run_programs([Program("import os; " + text)] * 2, 60.0):
 
 
 def test_programs_find_a_python_below_tmp() -> None:
-    if missing_sandbox() is not None:
-        pytest.skip(f"no namespaces: {missing_sandbox()}")
+    allowed = subprocess.run(["sh", "-c", "unshare -Urmpnif true"], capture_output=True, text=True, check=False)
+    if allowed.returncode or "not implemented" in str(missing_sandbox()):  # this Python may be below /tmp too
+        pytest.skip(f"no namespaces: {allowed.stderr or missing_sandbox()}")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         venv.create(folder)
