@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from grpo_mega.config import load
+from grpo_mega.cli.commands.config import find_keys
+from grpo_mega.config import Config, load
 from grpo_mega.config.aliases import RECIPES
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.runs import metrics
@@ -83,3 +85,12 @@ def test_the_table_of_methods_has_a_line_for_each_that_loads() -> None:
         overrides = flags[1::2]
         assert flags == sets(*overrides)
         assert load(EXAMPLES / "quickstart.yaml", overrides).algorithm.recipe == name
+
+
+def test_every_key_is_shown_by_an_example_a_recipe_or_a_readme() -> None:
+    root = EXAMPLES.parent
+    pages = [*root.glob("*.md"), *root.glob("[a-z]*/**/README.md"), *root.glob("slurm/*.*"), *root.glob("tools/*.sh")]
+    files = [path for path in EXAMPLES.rglob("*") if path.suffix in {".yaml", ".sh", ".txt", ".py", ".md"}]
+    text = "\n".join(path.read_text() for path in (*pages, *files, root / "grpo_mega/config/aliases.py"))
+    shown = set(re.findall(r"\w+", text))
+    assert [key.name for key in find_keys(Config) if key.name.rpartition(".")[2] not in shown] == []
