@@ -168,6 +168,7 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
     """
     if not shape.num_experts:
         return {}
+    dispatcher = config.layout.token_dispatcher
     settings = {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn,
@@ -177,10 +178,12 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         **routers.settings(config.model.router),
         "moe_grouped_gemm": groups_experts(config.model, runtime),
         "moe_permute_fusion": uses_transformer_engine(runtime) and config.model.fused_permutation is not False,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall" if dispatcher == "alltoall" else "flex",
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.etp,
     }
+    if dispatcher != "alltoall":
+        settings["moe_flex_dispatcher_backend"] = dispatcher
     if shape.shared_ffn:
         settings["moe_shared_expert_intermediate_size"] = shape.shared_ffn
     if shape.shared_gates:
