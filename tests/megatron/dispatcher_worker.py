@@ -103,6 +103,9 @@ def update(layout: str, kind: str, multiple: int, *overrides: str) -> tuple[list
     before = {name: tensor.clone() for name, tensor in policy.tensors().items()}
     metrics = policy.update(policy.attach_logprobs(batches))
     assert bool(calls) == (kind != "alltoall")
+    managers = [vars(d._comm_manager) for d in policy.routers._dispatchers if kind != "alltoall"]
+    kept = [name for values in managers for name, v in values.items() if isinstance(v, Tensor) and v.grad_fn]
+    assert not kept, f"{kept} keep the autograd graph alive"
     return metrics, {name: tensor - before[name] for name, tensor in policy.tensors().items()}
 
 
