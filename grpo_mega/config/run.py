@@ -53,6 +53,10 @@ class LayoutConfig(Section):
             "gives each rank all tokens of some heads."
         ),
     )
+    token_dispatcher: Literal["alltoall", "deepep", "hybridep"] = Field(
+        default="alltoall",
+        description="How tokens reach their experts. deepep and hybridep are DeepEP's kernels, not run on a GPU yet.",
+    )
     dp: NumRanks | None = Field(
         default=None,
         description=(
@@ -115,6 +119,7 @@ class LayoutConfig(Section):
             "layout.",
             ("sequence_parallel", self.tp > 1, " needs layout.tp > 1; set it to false or raise tp"),
             ("vpp", self.pp > 1 or self.vpp == 1, " needs layout.pp > 1; leave vpp out or raise pp"),
+            ("token_dispatcher", self.ep * self.etp > 1, " needs layout.ep > 1 or layout.etp > 1; leave it out"),
             ("overlap_param_gather", self.overlap_grad_reduce, " needs layout.overlap_grad_reduce=true"),
         )
 

@@ -27,6 +27,7 @@ UNFUSED_PACKED: Version = (2, 11)
 PACKED_A2A: Version = (2, 10)  # first Transformer Engine with packed samples in a2a context parallelism
 FUSED_PACKED: Version = (9, 0)  # lowest compute capability for packed samples in Transformer Engine's fused attention
 FLASH_ATTENTION: Version = (2, 1, 1)  # oldest flash-attn that Transformer Engine uses
+DISPATCHERS = {"deepep": "deep_ep", "hybridep": "hybrid_ep_cpp"}  # layout.token_dispatcher -> its module
 LENGTH_MULTIPLE = 16  # without FP8, tokens per tensor-parallel rank in a micro-batch are padded to this multiple
 
 
@@ -144,9 +145,17 @@ RECIPES = {
 }
 
 
-def length_multiple(precision: PrecisionConfig, tp: int) -> int:
-    """Return the multiple to which micro-batch lengths are padded."""
-    return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else LENGTH_MULTIPLE) * tp
+def length_multiple(precision: PrecisionConfig, layout: LayoutConfig) -> int:
+    """Return the multiple to which micro-batch lengths are padded.
+
+    HybridEP gathers the routes of its ranks in parts of one length, and computes in chunks of 128 tokens
+    (NUM_OF_TOKENS_PER_CHUNK in deep_ep/hybrid_ep_buffer.py). Without an error, unequal lengths send tokens to wrong
+    experts (DeepEP issue 604; a KL of 0.8 in NeMo-RL pull request 4079). Megatron 0.16.1 pads nothing. 0.19.2 pads in
+    every layer if moe_hybridep_pad_uneven_dispatch_inputs is set. It is left unset, because batching/pack.py gives all
+    ranks one length.
+    """
+    multiple = RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else LENGTH_MULTIPLE
+    return max(multiple, 128 if layout.token_dispatcher == "hybridep" else 0) * layout.tp
 
 
 def kernel_problems(
@@ -247,6 +256,19 @@ def card_problems(precision: PrecisionConfig, capability: Version | None, name: 
         yield f"precision.fp8_recipe={precision.fp8_recipe!r} needs {needs.card}, found {name}; " + (
             f"use {possible}" if possible else "leave precision.fp8 out"
         )
+
+
+def dispatcher_problems(config: Config, capability: Version | None, name: str) -> Iterator[str]:
+    """Yield problems if a device called `name` has no such token dispatcher; `capability` is None on a CPU."""
+    chosen = config.layout.token_dispatcher
+    if chosen == "alltoall":
+        return
+    needed = (9, 0) if chosen == "hybridep" else (8, 0)
+    if capability is None or capability < needed:
+        least = version_text(needed)
+        yield f"layout.token_dispatcher={chosen}: needs a GPU of compute capability {least}, found {name}; leave it out"
+    if config.model.resolved_dtype == "float32":
+        yield f"layout.token_dispatcher={chosen}: needs model.dtype=bfloat16; set it, or leave token_dispatcher out"
 
 
 def _recipes(holds: Callable[[Needs], bool]) -> str:

@@ -20,7 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from grpo_mega.config import Config
 from grpo_mega.distributed import kernels
 from grpo_mega.distributed.device import Device
-from grpo_mega.distributed.kernels import Kernels, card_problems, context_problems, kernel_problems
+from grpo_mega.distributed.kernels import (
+    Kernels,
+    card_problems,
+    context_problems,
+    dispatcher_problems,
+    kernel_problems,
+)
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.weights.spec import ModelShape
 
@@ -50,6 +56,7 @@ def in_use(device: Device) -> Kernels:
 def check_kernels(config: Config, device: Device) -> None:
     """Raise ConfigError if the run needs a kernel that did not load or that this device lacks."""
     raise_all(card_problems(config.precision, device.capability, device.name))
+    raise_all(dispatcher_problems(config, device.capability, device.name))
     kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
     if not kernels_in_use.transformer_engine:
         needs = {"precision.fp8": config.precision.fp8, "optimizer.moments_dtype": config.optimizer.moments_dtype}

@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -49,7 +50,7 @@ from grpo_mega.megatron.attention import (
     attend_latent,
 )
 from grpo_mega.megatron.gated_delta import gated_delta_spec
-from grpo_mega.megatron.loaded_kernels import check_attention, in_use
+from grpo_mega.megatron.loaded_kernels import attention_notes, check_attention, in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.boxes import RankShards
@@ -78,6 +79,10 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
         compat.patch_latent_attention()
     if shape.linear_layers:
         compat.patch_gated_delta_net()
+        if runtime.device.is_cuda and gated_delta_net.chunk_gated_delta_rule is None:
+            attention_notes[
+                "linear attention: plain torch, which needs more memory; pip install flash-linear-attention"
+            ] = None
     if uses_transformer_engine(runtime):
         raise_all(latent_problems(shape, runtime.device.capability, runtime.device.name))
         check_attention(shape, DTYPES[config.model.resolved_dtype], runtime.device)
@@ -168,6 +173,7 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
     """
     if not shape.num_experts:
         return {}
+    dispatcher = config.layout.token_dispatcher
     settings = {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn,
@@ -177,10 +183,12 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         **routers.settings(config.model.router),
         "moe_grouped_gemm": groups_experts(config.model, runtime),
         "moe_permute_fusion": uses_transformer_engine(runtime) and config.model.fused_permutation is not False,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall" if dispatcher == "alltoall" else "flex",
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.etp,
     }
+    if dispatcher != "alltoall":
+        settings["moe_flex_dispatcher_backend"] = dispatcher
     if shape.shared_ffn:
         settings["moe_shared_expert_intermediate_size"] = shape.shared_ffn
     if shape.shared_gates:

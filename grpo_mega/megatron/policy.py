@@ -116,7 +116,7 @@ class Policy:
             self._runtime.dp_rank,
             self._config.batch.tokens_per_micro_batch,
             # Sequence parallelism splits micro-batches into tp parts, and FP8 needs whole blocks.
-            length_multiple=length_multiple(self._config.precision, layout.tp),
+            length_multiple=length_multiple(self._config.precision, self._config.layout),
             # Interleaved pipelines need whole rounds of micro-batches.
             micro_batch_multiple=layout.pp if layout.vpp > 1 else 1,
             tokens_per_pair=tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),

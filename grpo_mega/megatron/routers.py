@@ -128,7 +128,8 @@ class Routers:
             # Megatron's dispatchers keep tensors from their last pass. The autograd graphs of these tensors lead back
             # to the model, and the garbage collector cannot follow them. In a process that builds another model,
             # memory and process groups would never be freed.
-            for dispatcher in self._dispatchers:
+            flex = [d._comm_manager for d in self._dispatchers if hasattr(d, "_comm_manager")]
+            for dispatcher in (*self._dispatchers, *flex):
                 kept = vars(dispatcher)
                 has_graph = {name for name, v in kept.items() if isinstance(v, Tensor) and v.grad_fn is not None}
                 kept.update(dict.fromkeys(has_graph))

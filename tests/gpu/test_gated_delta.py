@@ -12,7 +12,7 @@ from megatron.core.ssm import gated_delta_net
 from torch import Tensor
 
 from grpo_mega.distributed.device import Device
-from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
 from grpo_mega.megatron.policy import Policy
 from tests.helpers.gpu_policies import (
     assert_close,
@@ -70,6 +70,8 @@ def test_hybrid_layers_of_both_kinds_give_the_same_numbers(
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     found = numbers(device, dtype, family)
+    is_missing = gated_delta_net.chunk_gated_delta_rule is None
+    assert any("pip install flash-linear-attention" in note for note in attention_notes) == is_missing
     use_local_layers(monkeypatch)
     assert any("A_log" in name for name in found)
     assert_close(found, numbers(device, dtype, family), ALLOWED[dtype])

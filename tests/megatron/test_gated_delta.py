@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.ssm import gated_delta_net
 from torch import Tensor
 
 from grpo_mega.distributed.launch import only_rank
@@ -93,6 +97,87 @@ def test_the_delta_rule_equals_its_definition_in_float64(num_tokens: int) -> Non
         results.append([out, *torch.autograd.grad(out, inputs, upstream.to(out))])
     for found, expected in zip(*results, strict=True):
         assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+def check_cuts(cuts: Tensor, num_tokens: int) -> list[tuple[int, int]]:
+    """Check the cumulative lengths that FLA gets. Return the start and end of each segment."""
+    assert cuts.dtype == torch.int64 and cuts[0] == 0 and cuts[-1] == num_tokens and cuts.diff().min() > 0
+    return [*pairwise(cuts.tolist())]
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: None = None,
+    residual: None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    backend: str = "triton",
+    cu_seqlens: Any = None,
+) -> tuple[Tensor, None]:
+    """Stand in for the function of FLA 0.4 to 0.6, in float64 and segment by segment."""
+    assert x.shape[::2] == (1, len(weight)) and weight.dim() == 2 and x.dtype == weight.dtype
+    assert activation == "silu" and bias is residual is initial_state is None
+    weight_C1W, padding = weight.double()[:, None], weight.shape[1] - 1
+    outs = [
+        F.conv1d(F.pad(x[:, a:b].double().mT, (padding, 0)), weight_C1W, groups=len(weight)).mT
+        for a, b in check_cuts(cu_seqlens, x.shape[1])
+    ]
+    return F.silu(torch.cat(outs, 1)).to(x.dtype), None
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+) -> tuple[Tensor, None]:
+    """Stand in for the function of FLA 0.4 to 0.6, in float64 and segment by segment."""
+    assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,) and len(q) == 1
+    assert q.dtype == k.dtype == v.dtype and g.dtype == torch.float32 and g.max() <= 0
+    assert all(x.is_contiguous() for x in (q, k, v)) and scale is initial_state is None
+    torch.testing.assert_close(k.float().norm(dim=-1), torch.ones(k.shape[:3]), rtol=0.02, atol=0.02)
+    outs = [
+        recurrence(*(x[:, start:end].double() for x in (q, k, v, g, beta)))
+        for start, end in check_cuts(cu_seqlens, q.shape[1])
+    ]
+    return torch.cat(outs, 1).to(q.dtype), None
+
+
+def test_flas_kernels_read_packed_rows_as_plain_torch_reads_them(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain torch convolves and normalizes in float32 also in a bfloat16 model. FLA returns bfloat16 in between."""
+    layer = policy.models[0].decoder.layers[0].self_attention
+    layer.in_proj.forward = layer.out_proj.forward = lambda x: (x, None)
+    weights = {name: tensor for name, tensor in layer.named_parameters() if "proj" not in name}
+    width = sum(tensor.shape[0] for name, tensor in layer.named_parameters() if name == "in_proj.weight")
+    generator, dtype = torch.Generator().manual_seed(2), policy.models[0].config.params_dtype
+    rows = torch.randn(sum(LENGTHS), 1, width, generator=generator).to(dtype).requires_grad_()
+    params = pack_params(torch.tensor([0, *LENGTHS]).cumsum(0).int(), torch.zeros(len(rows)), None)
+
+    def computed() -> list[Tensor]:
+        out = layer(rows, None, packed_seq_params=params)[0]
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        return [out, *torch.autograd.grad(out, (rows, *weights.values()), upstream)]
+
+    expected = computed()
+    monkeypatch.setitem(sys.modules, "fla.modules.convolution", SimpleNamespace(causal_conv1d=causal_conv1d))
+    monkeypatch.setattr(gated_delta_net, "chunk_gated_delta_rule", chunk_gated_delta_rule)
+    assert all(map(torch.equal, computed(), expected)), "FLA has no kernels for a CPU"
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = computed()
+    monkeypatch.undo()
+    for name, mine, exact in zip(("output", "rows", *weights), found, expected, strict=True):
+        error = (mine.float() - exact.float()).norm() / exact.float().norm()
+        assert 0 < error <= (1e-5 if dtype == torch.float32 else 0.02), (name, error)
 
 
 def test_decay_parameters_are_float32_in_model_optimizer_and_checkpoint(policy: Policy) -> None:

@@ -377,7 +377,7 @@ def test_blockwise_training_and_fp8_rollouts_have_the_same_scales() -> None:
 
 def test_lengths_are_multiples_of_whole_blocks_on_every_tp_rank() -> None:
     def of(**precision: str) -> int:
-        return length_multiple(PrecisionConfig.model_validate(precision), tp=4)
+        return length_multiple(PrecisionConfig.model_validate(precision), LayoutConfig(tp=4))
 
     assert of() == 64
     assert [of(fp8="e4m3", fp8_recipe=recipe) for recipe in ("tensorwise", "blockwise", "mxfp8")] == [64, 512, 128]

@@ -221,7 +221,7 @@ class PlannedJob:
     @property
     def micro_batch_tokens(self) -> int:
         """Return the tokens of the longest micro-batch on one rank."""
-        multiple = math.lcm(length_multiple(self.config.precision, self.layout.tp), 1 if self.layout.cp == 1 else 2)
+        multiple = math.lcm(length_multiple(self.config.precision, self.config.layout), 1 if self.layout.cp == 1 else 2)
         return round_up(self.config.batch.tokens_per_micro_batch, multiple)
 
     @property

@@ -48,7 +48,7 @@ from grpo_mega.config.unread import unread_keys
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
-from grpo_mega.distributed.kernels import card_problems, context_problems, latent_problems
+from grpo_mega.distributed.kernels import card_problems, context_problems, dispatcher_problems, latent_problems
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
@@ -160,6 +160,7 @@ def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> 
     if card is not None:
         yield from context_problems(config)
         yield from card_problems(config.precision, card.capability, card.title)
+        yield from dispatcher_problems(config, card.capability, card.title)
     if shape is not None:
         yield from cut_problems(config, shape)
         if machine.transformer_engine is not None and config.device != "cpu":

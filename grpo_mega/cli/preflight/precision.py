@@ -9,11 +9,13 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 
 from grpo_mega import config as configs
 from grpo_mega.cli.preflight.machine import Machine
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.distributed.kernels import (
+    DISPATCHERS,
     RECIPES,
     Version,
     as_version,
@@ -90,6 +92,12 @@ def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     for name in ("grouped_experts", "fused_permutation"):
         if getattr(config.model, name) and transformer_engine is None:
             yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"
+    chosen = config.layout.token_dispatcher
+    if chosen in DISPATCHERS and find_spec(DISPATCHERS[chosen]) is None:
+        yield (
+            f"layout.token_dispatcher={chosen}: needs the module {DISPATCHERS[chosen]}; build it from"
+            " https://github.com/deepseek-ai/DeepEP (HybridEP: from its branch hybrid-ep), or leave it out"
+        )
     parts = config.model.recompute_modules or ()
     if "layernorm" in parts and transformer_engine is None:  # Megatron's function for it uses names of TE
         yield (
