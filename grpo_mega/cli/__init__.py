@@ -154,7 +154,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "plan": (_in("plan"), of.PlanOptions, "estimate without a GPU whether a job fits in memory, and how fast it is"),
     "check": (_in("check"), of.CheckOptions, "verify that layouts give the same numbers as a single rank"),
     "eval": (_in("eval"), of.EvalOptions, "generate and score responses to held-out or other prompts"),
-    "sample": (_in("sample"), of.SampleOptions, "sample scored responses to a prompt or a data set, or chat"),
+    "sample": (_in("eval"), of.SampleOptions, "like eval, and print each response with log-prob and rewards"),
     "export": (_in("convert", "run_export"), of.ExportOptions, "write a checkpoint of a run as a Hugging Face folder"),
     "convert": (_in("convert"), of.ConvertOptions, "convert a Hugging Face folder to a Megatron checkpoint, or back"),
     "verify": (_in("verify"), of.VerifyOptions, "compare two checkpoints: config, bits, and the output of every layer"),
