@@ -69,7 +69,7 @@ def test_responses_to_a_data_set_have_rewards_and_transformers_logprobs(run_dir:
 @pytest.mark.parametrize(
     ("arguments", "score", "count"),
     [
-        ((), "reward none (accuracy: no gold answer)", 2),
+        ((), "reward none (accuracy gold_unparsable)", 2),
         (("--answer", "4", "--temperature", "0"), "[1/1] reward 0.000", 1),
     ],
 )

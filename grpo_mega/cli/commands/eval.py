@@ -161,7 +161,10 @@ def make_request(options: EvalOptions) -> EvalRequest:
         )
     saved = find_policy(options.target, options.step) if is_run and options.model is None else None
     checkpoint = saved.path if saved and saved.export is None else None
-    _check_out(options.out)
+    if options.out is not None and options.out.exists():
+        raise ConfigError(f"--out {options.out} exists; name a file that does not")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
     raw = config.model_dump(mode="json")
     for name in ("samples", "temperature", "top_p", "greedy", "ks"):
         if (value := getattr(options, name)) is not None:
@@ -249,15 +252,6 @@ def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:
     return "; ".join([line, *installed_set().change(saved.versions)])
 
 
-def _check_out(out: Path | None) -> None:
-    if out is None:
-        return
-    if out.exists():
-        raise ConfigError(f"--out {out} exists; name a file that does not")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
-
-
 def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> tuple[tuple[str, ...] | None, str]:
     """Set data.train to the prompts to evaluate, if they are separate sets. Return their names and a description."""
     data = raw["data"]
@@ -337,13 +331,10 @@ def group_text(group: Group, decode: Callable[[Sequence[int]], str]) -> str:
     lines = [f"\nprompt {group.prompt.id}: {group.prompt.text}"]
     for sample in group.samples:
         reward = "none" if (value := _reward(sample)) is None else f"{value:.3f}"
-        parts = []
-        for name, score in sample.scores.items():
-            verdict = sample.verdicts.get(name, "")
-            if verdict == "gold_unparsable":
-                parts.append(f"{name}: no gold answer")
-            else:
-                parts.append(f"{name} {verdict}" if score is None else f"{name} {score:.3f}")
+        parts = [
+            f"{name} {sample.verdicts.get(name, '')}" if score is None else f"{name} {score:.3f}"
+            for name, score in sample.scores.items()
+        ]
         scores = f" ({', '.join(parts)})" * bool(parts)
         total, length = sum(sample.rollout_logprobs), sample.response_len
         ended = "cut off" if sample.finish_reason == "length" else "complete"
