@@ -182,11 +182,15 @@ def _model_and_data(values: Values, keys: Keys) -> None:
 
 
 def _algorithm(values: Values, keys: Keys) -> None:
-    name, is_per_sequence = values.get("loss_type"), values.get("importance_sampling_level") == "sequence"
-    for flag, value in (("importance_sampling_level", "sequence" * is_per_sequence), ("delta", values.get("delta"))):
-        if value and name in ("cispo", "sapo"):
-            shown = value if isinstance(value, str) else f"{value:g}"
-            raise ConfigError(f"--{flag} {shown} cannot be combined with --loss_type {name}; leave one out")
+    name = values.get("loss_type")
+    objectives = {
+        f"loss_type {name}": name in ("cispo", "sapo"),
+        "importance_sampling_level sequence": values.get("importance_sampling_level") == "sequence",
+        f"delta {values.get('delta')}": "delta" in values,
+    }
+    first, *others = [flag for flag, is_given in objectives.items() if is_given] or [""]
+    if others:
+        raise ConfigError(f"--{others[0]} cannot be combined with --{first}; leave one out")
     if "epsilon_high" in values:
         # cispo limits the ratio itself, not its distance from 1
         keys["algorithm.ratio_clip_eps_high"] = values["epsilon_high"] - (name == "cispo")
@@ -196,11 +200,6 @@ def _algorithm(values: Values, keys: Keys) -> None:
                 "give one above 1, for example 5"
             )
     if "delta" in values:
-        if is_per_sequence:
-            raise ConfigError(
-                f"--delta {values['delta']:g} cannot be combined with --importance_sampling_level sequence; leave"
-                " one out"
-            )
         keys |= {"algorithm.loss_type": "dual_clip", "algorithm.ratio_clip_c": values["delta"]}
     if values.get("entropy_coef"):
         keys |= {"algorithm.entropy_bonus": values["entropy_coef"], "algorithm.calculate_entropy": True}
