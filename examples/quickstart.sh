@@ -3,7 +3,7 @@
 #   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe | --hybrid | --agent | --game] [--lora] [--short]
 # It makes .venv and a small model, trains it by SFT until it answers about half of the prompts correctly, and trains the result with
 # GRPO on two processes with real Megatron-core. It evaluates held-out prompts before and after, and writes a Hugging Face checkpoint and
-# curves.png to DIR. --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe trains an MoE model with half of the
+# report.html to DIR. --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe trains an MoE model with half of the
 # experts on each process and with routing replay, --hybrid a model with linear attention (gated delta net). --agent trains a model
 # that calls a calculator, --game a model that guesses a number and is told "higher" or "lower". --lora trains an adapter in GRPO, and
 # not in SFT. --short is a quick check: 4 steps of GRPO and 64 held-out prompts.

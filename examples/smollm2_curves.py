@@ -1,4 +1,5 @@
 """Draw the curves of runs of smollm2.sh in one picture: `python examples/smollm2_curves.py PICTURE.png RUN_DIR ...`.
+It needs `pip install matplotlib`.
 
 The left panel has the strict held-out accuracy. The right panel has the mean reward of the samples in each update,
 without the groups of equal rewards that dynamic sampling replaced. Each run is a line.

@@ -31,7 +31,6 @@ MESSAGES_FILE = "messages.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # all samples, if rewards.refresh_command is set; see run/reward_model_refresh.py
 REPLAY_FILE = "replay.jsonl"  # the samples that the command reads
 REPORT_FILE = "report.html"
-CURVES_FILE = "curves.png"
 WANDB_ID_FILE = "wandb_id"  # id of the run on Weights & Biases
 TENSORBOARD = "tensorboard"  # event files of log.tensorboard
 LOGS = "logs"  # output of ranks and servers

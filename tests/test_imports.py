@@ -48,7 +48,6 @@ WITHOUT = {
     "run.checkpoints": {"torch", "numpy", "pydantic"},
     "cli.commands.eval": {"torch", "transformers", "numpy"},
     "cli.commands.check": {"torch", "transformers", "numpy"},
-    "cli.commands.sample": {"torch", "transformers", "numpy"},
     "cli.commands.convert": {"torch", "transformers", "numpy"},
     "cli.commands.verify": {"torch", "transformers", "numpy"},
     "cli.commands.train": {"torch", "transformers", "numpy"},

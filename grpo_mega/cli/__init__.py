@@ -105,10 +105,7 @@ def _refuse(lines: list[str]) -> int:
 
 
 def _report(options: of.ReportOptions) -> int:
-    """Write a run's page, and its curves as a picture if at least one step was logged. Print their paths.
-
-    With --watch serve the page instead.
-    """
+    """Write a run's page and print its path, or serve the page with --watch. Return the exit code."""
     if options.watch:
         from grpo_mega.cli.report.live import watch
 
@@ -116,15 +113,9 @@ def _report(options: of.ReportOptions) -> int:
         return 0
     if options.port is not None:
         raise ConfigError(f"--port={options.port}: must be with --watch; add it, or leave --port out")
-    from grpo_mega.cli.report.picture import draw_curves
     from grpo_mega.cli.report.report import write_report
-    from grpo_mega.paths import CURVES_FILE, METRICS_FILE
 
     print(write_report(options.run_dir))
-    picture = options.run_dir / CURVES_FILE
-    with suppress(ConfigError):  # no step was logged, and the page says so
-        draw_curves(options.run_dir / METRICS_FILE, picture)
-        print(picture)
     return 0
 
 
@@ -154,7 +145,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "plan": (_in("plan"), of.PlanOptions, "estimate without a GPU whether a job fits in memory, and how fast it is"),
     "check": (_in("check"), of.CheckOptions, "verify that layouts give the same numbers as a single rank"),
     "eval": (_in("eval"), of.EvalOptions, "generate and score responses to held-out or other prompts"),
-    "sample": (_in("sample"), of.SampleOptions, "sample scored responses to a prompt or a data set, or chat"),
+    "sample": (_in("eval"), of.SampleOptions, "like eval, and print each response with log-prob and rewards"),
     "export": (_in("convert", "run_export"), of.ExportOptions, "write a checkpoint of a run as a Hugging Face folder"),
     "convert": (_in("convert"), of.ConvertOptions, "convert a Hugging Face folder to a Megatron checkpoint, or back"),
     "verify": (_in("verify"), of.VerifyOptions, "compare two checkpoints: config, bits, and the output of every layer"),
@@ -163,7 +154,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
         of.InspectOptions,
         "describe a checkpoint: kind, family, parameters, dtype, step",
     ),
-    "report": (_report, of.ReportOptions, "write a run's report.html and curves.png, or serve a live page"),
+    "report": (_report, of.ReportOptions, "write a run's report.html, or serve a live page"),
     "config": (_in("config"), of.KeyOptions, "print the keys of the config: type, default and description"),
     "rank": (_rank, of.NoOptions, None),  # launchers use it, so --help does not list it
 }

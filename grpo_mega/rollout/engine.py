@@ -128,20 +128,6 @@ class StopWhenTrainersArrive(StopCondition):
         return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
 
 
-class StopWhenAsked(StopCondition):
-    """Met after a call of `ask`, from any thread."""
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        super().__init__(rendezvous, wanted=0)
-        self._is_asked = False
-
-    def ask(self) -> None:
-        self._is_asked = True
-
-    def is_met(self, clock: int = 0) -> bool:
-        return self._is_asked
-
-
 @dataclass
 class Usage:
     """How a phase used the engine of this rank."""
@@ -169,9 +155,6 @@ class RolloutRequest:
     on_sample: Callable[[Sample, Group], None] = lambda sample, group: None
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
     usage: Usage = field(default_factory=Usage)
-    # It gets all tokens so far of a request's only sample, after each new token. A server sends each of them with the
-    # server argument stream_interval=1, and the thread of its session makes the call.
-    on_tokens: Callable[[Sequence[int]], None] | None = None
     # With it each sample is a conversation of an agent: the engine starts it and samples the turns that it asks for.
     # None: each sample is one response to its prompt.
     conversations: Conversations | None = None

@@ -17,7 +17,7 @@ A training run logs them as "eval/score" and "eval/pass@4". If sets have names, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,7 @@ from grpo_mega.text import json_line
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
 MOST_SAMPLES = 16384  # samples per generation phase; at its end every rank holds all of them
+MOST_SHOWN = 512  # samples per generation phase if someone waits for them
 SEED_OFFSET = 2**31  # above all seeds of runs, so evaluation and training draw different samples for the same prompt id
 JUDGE = "accuracy"
 
@@ -76,8 +77,17 @@ def evaluate(job: Job, step: int, path: Path) -> None:
         write_rows(path, [row for result in results.values() for row in result.rows])
 
 
-def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step: int) -> Evaluated:
-    """Generate and score answers to the prompts by config.eval. `step` is the policy's version. All ranks call it."""
+def evaluate_set(
+    rollouts: Rollouts,
+    name: str,
+    prompts: Sequence[Prompt],
+    step: int,
+    show: Callable[[Sequence[Group]], None] | None = None,
+) -> Evaluated:
+    """Generate and score answers to the prompts by config.eval. `step` is the policy's version. All ranks call it.
+
+    On the first rank `show` gets the groups of each generation phase.
+    """
     config, is_main = rollouts.config, rollouts.rendezvous.rank == 0
     named = {"set": name} if name else {}
     result = Evaluated(
@@ -91,7 +101,7 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
     description = f"prompts of {name}" if name else "held-out prompts"
     if config.eval.greedy:
         sampling = replace(rollouts.sampling, group_size=1, temperature=0.0, longest_first=False)
-        groups = list(chain.from_iterable(answer(rollouts, prompts, sampling, step, description)))
+        groups = list(chain.from_iterable(_answer(rollouts, prompts, sampling, step, description, show)))
         result.num_failed += _num_failed(groups)
         if is_main:
             usable, dropped = drop_unusable(groups)
@@ -115,7 +125,7 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
             seed=config.seed + SEED_OFFSET,
             longest_first=False,
         )
-        _add_sampled(rollouts, result, answer(rollouts, prompts, sampling, step, f"{description}, sampled"))
+        _add_sampled(rollouts, result, _answer(rollouts, prompts, sampling, step, f"{description}, sampled", show))
     if result.num_failed:
         result.metrics["reward_errors"] = float(result.num_failed)
     return result
@@ -142,22 +152,24 @@ def is_correct(sample: Sample, rewards: RewardsConfig) -> bool:
     return has_full_marks(sample)
 
 
-def answer(
+def _answer(
     rollouts: Rollouts,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     step: int,
     description: str,
-    most_samples: int = MOST_SAMPLES,
+    show: Callable[[Sequence[Group]], None] | None,
 ) -> Iterator[list[Group]]:
-    """Yield the scored groups of all prompts in their order, phase by phase. A phase has at most `most_samples`."""
-    size = max(1, most_samples // sampling.group_size)
+    """Yield the scored groups of all prompts in their order, phase by phase."""
+    size = max(1, (MOST_SAMPLES if show is None else MOST_SHOWN) // sampling.group_size)
     for first in range(0, len(prompts), size):
         part = prompts[first : first + size]
         text = description if len(part) == len(prompts) else f"{description}, {first + 1} to {first + len(part)}"
         phase = rollouts.generate([Group(prompt, []) for prompt in part], step, text, sampling=sampling)
         groups, _ = rollouts.share(phase)
         rollouts.warn_of_failures(groups, text, known=set())
+        if show is not None and rollouts.rendezvous.rank == 0:
+            show(groups)
         yield groups
 
 

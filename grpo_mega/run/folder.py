@@ -5,9 +5,8 @@
     checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to held-out prompts after step N
     logs/            output of all ranks except the first   messages.jsonl  all other messages, including warnings
     lock             locked by the process that trains here report.html     a page with all of this, kept up to date
-    stop             create it to stop after this step      curves.png      from `grpo-mega report`
+    stop             create it to stop after this step      trace/          from `train --profile STEPS`
     hf/              the trained policy, at the end         hang/           stacks of all ranks, if the run got stuck
-    trace/           from `train --profile STEPS`
 
 `claim` is called before any rank starts. Two runs never share a folder. It is new, resumed with --resume, or refused.
 """

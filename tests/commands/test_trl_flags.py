@@ -266,7 +266,7 @@ BAD = {
     "--fp16": ("--fp16", "--bf16 true"),
     "--config recipe.yaml": ("--config recipe.yaml", "grpo-mega train"),
     "--deepspeed zero3.json": ("--deepspeed zero3.json", "--tensor_parallel"),
-    "--loss_type ppo": ("--loss_type ppo", "grpo, sapo", "algorithm.recipe"),
+    "--loss_type ppo": ("--loss_type ppo", "grpo, sapo", "use one of them"),
     "--loss_type cispo --epsilon_high 0.3": ("--epsilon_high 0.3", "above 1"),
     "--loss_type sapo --delta 4": ("--delta 4", "sapo", "leave one out"),
     "--scale_rewards step": ("--scale_rewards step", "group, batch, none"),

@@ -79,7 +79,7 @@ def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, fold
     groups = torch.load(folder / f"groups-{case.name.split(':')[0]}.pt", weights_only=False)
     norms: list[list[float]] = []
     optimizers.squared_norms = partial(checked_norms, SQUARED_NORMS, norms)
-    run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+    run_case(case, groups[::-1] if "reversed" in case.name else groups, runtime, folder / str(index))
     if rank == 0:
         torch.save(norms, folder / str(index) / "norms.pt")
 

@@ -285,4 +285,4 @@ def _update_case(name: str, text: str, folder: Path) -> Case:
         *overrides,
     ]
     config = make_config(folder / model, layout, *overrides)
-    return Case(f"{name}:{text}", config, reverse_groups="reversed" in rest)
+    return Case(f"{name}:{text}", config)

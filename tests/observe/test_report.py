@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.cli.report import picture, report
+from grpo_mega.cli.report import report
 from grpo_mega.cli.report.live import Source
 from grpo_mega.cli.report.report import embedded, read_run, write_report
 from grpo_mega.errors import ConfigError
@@ -196,10 +196,10 @@ def test_a_long_run_is_thinned_but_keeps_its_maxima() -> None:
         "b/max": {s: float(s == 3) for s in range(5000)},
         "eval/x": {0: 1.0},
     }
-    series = picture.series(found)
+    series = report.series(found)
     assert series["points_averaged"] == 3
     a, largest = (series["series"][name] for name in ("a", "b/max"))
-    assert series["steps"][a["s"]][:2] == [2, 5] and a["v"][:2] == [1.0, 4.0] and len(a["v"]) <= picture.MAX_POINTS
+    assert series["steps"][a["s"]][:2] == [2, 5] and a["v"][:2] == [1.0, 4.0] and len(a["v"]) <= report.MAX_POINTS
     assert largest["v"][:3] == [0.0, 1.0, 0.0] and series["series"]["eval/x"]["v"] == [1.0]
 
 

@@ -193,15 +193,12 @@ def test_answers_config_environment_and_warnings_are_shown(browser: Page, tmp_pa
     check(browser)
 
 
-def test_the_theme_follows_the_browser_until_the_user_changes_it(browser: Page, tmp_path: Path) -> None:
+def test_the_theme_follows_the_browser(browser: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     light = "getComputedStyle(document.body).backgroundColor"
     browser.look(1300, 1000, is_dark=True)
     show(browser, run)
     assert browser.run(light) == "rgb(15, 20, 27)"
-    browser.press("#theme")
-    assert browser.run(light) == "rgb(246, 247, 249)"
-    browser.run("sessionStorage.clear()")
     browser.look(1300, 1000)
     show(browser, run)
     assert browser.run(light) == "rgb(246, 247, 249)"

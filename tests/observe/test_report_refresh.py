@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from grpo_mega.cli.report import writer as report_writer
 from grpo_mega.cli.report.writer import ReportWriter
 from tests.helpers.run_folders import make_run
 
@@ -19,8 +17,7 @@ def wait_for(writer: ReportWriter, step: int) -> None:
     writer.write_step(step, {})
 
 
-def test_a_page_is_written_at_every_interval_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_writer, "MAX_SHARE", 1e9)
+def test_a_page_is_written_at_every_interval_and_at_the_end(tmp_path: Path) -> None:
     run, told = make_run(tmp_path / "run", num_planned=20), []
     writer = ReportWriter(run, 2, told.append)
     writer.write_step(1, {})
@@ -37,22 +34,6 @@ def test_a_page_is_written_at_every_interval_and_at_the_end(tmp_path: Path, monk
     assert sorted(p.name for p in run.iterdir() if "report" in p.name) == ["report.html"]
 
 
-def test_pages_are_written_less_often_if_they_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(report_writer, "time", SimpleNamespace(monotonic=lambda: now))
-    writer = ReportWriter(make_run(tmp_path / "run"), 1, pytest.fail)
-    writer.write_step(1, {})
-    wait_for(writer, 2)
-    assert writer._process is None and writer._not_before > 20 * 0.1  # the wait is 20 times the CPU seconds of a page
-    now = writer._not_before - 0.01
-    writer.write_step(3, {})
-    assert writer._process is None
-    now = writer._not_before
-    writer.write_step(4, {})
-    assert writer._process is not None
-    writer.close()
-
-
 @pytest.mark.parametrize("interval", [0, 1])
 def test_a_report_that_cannot_be_written_is_one_warning(tmp_path: Path, interval: int) -> None:
     told: list[str] = []
@@ -63,7 +44,7 @@ def test_a_report_that_cannot_be_written_is_one_warning(tmp_path: Path, interval
     writer.close()
     (said,) = told
     assert said.startswith("the run's report cannot be written (") and said.endswith("); training continues")
-    assert "gone is not the folder of a run" in said
+    assert f"({tmp_path}/gone" in said
 
 
 def test_a_warning_that_cannot_be_printed_is_harmless(tmp_path: Path) -> None:

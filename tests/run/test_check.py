@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,12 +48,12 @@ def test_check_prints_a_line_per_layout_and_succeeds_if_all_are_equal(tmp_path: 
     )
     assert result.returncode == 0, result.stdout + result.stderr
     shown = [line for line in result.stdout.splitlines() if line.startswith("check: ")]
-    assert [re.sub(r"\d+ s", "N s", line) for line in shown] == [
+    assert shown == [
         "check: generating samples on one rank",
-        "check: one rank, 1 of 4 (N s)",
-        "check: tp=2, 2 of 4 (N s, about N s left)",
-        "check: pp=2,layers_per_chunk=[1;1], 3 of 4 (N s, about N s left)",
-        "check: cp=2, 4 of 4 (N s, about N s left)",
+        "check: one rank",
+        "check: tp=2",
+        "check: pp=2,layers_per_chunk=[1;1]",
+        "check: cp=2",
     ]
     lines = [line for line in result.stdout.splitlines() if line.endswith("same")]
     assert [line.split()[0] for line in lines] == ["tp=2", "pp=2,layers_per_chunk=[1;1]", "cp=2"]
@@ -68,10 +67,8 @@ def test_the_layout_whose_ranks_failed_is_named(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(check, "launch_processes", fail)
     config = load(kills.write_inputs(tmp_path, "tp=1"), ["run_dir=unused"])
-    with pytest.raises(ConfigError, match=r"^reversed: its ranks ended with code 3"):
-        check.run_cases(
-            [check.Case("tp=1", config), check.Case("reversed", config, True), check.Case("x", config)], tmp_path
-        )
+    with pytest.raises(ConfigError, match=r"^pp=2: its ranks ended with code 3"):
+        check.run_cases([check.Case("tp=1", config), check.Case("pp=2", config), check.Case("x", config)], tmp_path)
 
 
 @pytest.mark.parametrize(

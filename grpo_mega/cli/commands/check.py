@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -49,29 +48,10 @@ class Case:
 
     name: str
     config: Config
-    reverse_groups: bool = False  # True for another order of packing
 
     @property
     def world_size(self) -> int:
         return self.config.layout.world_size
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The cases of one launch, keyed by their index, and the state of the check when it starts."""
-
-    members: dict[int, Case]
-    folder: Path
-    num_done: int  # cases of earlier launches
-    num_cases: int  # cases of all launches
-    started_at: float  # start of the check on this machine's monotonic clock
-
-    def line(self, index: int) -> str:
-        """Return the line that rank 0 prints before a case, with the time left if all cases take equally long."""
-        done = self.num_done + list(self.members).index(index)
-        seconds = time.monotonic() - self.started_at
-        left = f", about {seconds * (self.num_cases - done) / done:.0f} s left" if done else ""
-        return f"check: {self.members[index].name}, {done + 1} of {self.num_cases} ({seconds:.0f} s{left})"
 
 
 @dataclass
@@ -182,12 +162,9 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     """
     import torch
 
-    started_at, num_done = time.monotonic(), 0
     for world_size in dict.fromkeys(case.world_size for case in cases):
         members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
-        request = Launch(members, folder, num_done, len(cases), started_at)
-        num_done += len(members)
-        code = launch_processes(run_members, request, world_size, folder / f"logs-{world_size}")
+        code = launch_processes(run_members, (members, folder), world_size, folder / f"logs-{world_size}")
         if code == EXIT_INTERRUPTED:
             raise SystemExit(code)
         if code:
@@ -197,12 +174,12 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     return [torch.load(folder / str(i) / "outcome.pt", weights_only=False) for i in range(len(cases))]
 
 
-def run_members(launched: Launch) -> None:
-    """Run all cases of a launch as one rank. Write the groups, if they are missing, and each case's outcome and
-    checkpoint.
+def run_members(launched: tuple[Mapping[int, Case], Path]) -> None:
+    """Run all cases of a launch, keyed by their index, as one rank. Write the groups, if they are missing, and each
+    case's outcome and checkpoint to the folder.
     """
     with ends_at_first("ending; no layout is compared"):
-        members, folder, is_main = launched.members, launched.folder, not current_rank()
+        members, folder = launched
         first = next(iter(members.values())).config
         with rank_imports(first):
             import torch
@@ -220,11 +197,11 @@ def run_members(launched: Launch) -> None:
                 torch.save(job.rollouts.score(generated)[0], folder / "groups.pt")
         device = runtimes.join(first)
         for index, case in members.items():
-            if is_main:
-                print(launched.line(index), flush=True)
+            if not current_rank():
+                print(f"check: {case.name}", flush=True)
             groups: list[Group] = torch.load(folder / "groups.pt", weights_only=False)
             runtime = runtimes.arrange(case.config, device)
-            run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+            run_case(case, groups, runtime, folder / str(index))
         dist.barrier()
         runtimes.stop()
 

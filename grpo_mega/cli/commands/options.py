@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import hub_hint, user_path
@@ -174,15 +174,17 @@ class EvalOptions:
     """The options of eval. None means: as in the config."""
 
     target: Path = positional(
-        "a run's folder: its checkpoint, or its hf; a config: its model",
-        "RUN_DIR_OR_CONFIG",
-        takes="a run's folder, or a config file",
+        "a run's folder: its checkpoint, or its hf; a config: its model; a model's folder",
+        "RUN_DIR_OR_MODEL",
+        takes="a run's folder, a config file, or a model's folder",
     )
     overrides: Sequence[str] = overrides()
     step: int | None = flag("the run's checkpoint after this step; default: the latest")
     model: Path | None = flag("checkpoint folder to evaluate in place of the run's", "FOLDER")
     data: str | None = flag("data set in place of the config's held-out prompts", "PATH")
-    train_set: bool = switch("evaluate data.train; --out is then a file for data.pass_rates")
+    prompt: str | None = flag("text of a user message to answer", "TEXT")
+    answer: str | None = flag("gold answer of --prompt, for its rewards", "TEXT")
+    train_set: bool = switch("answer data.train; --out of eval is then a file for data.pass_rates")
     prompts: int | None = flag("only the first N of each set", "N")
     samples: int | None = flag("sampled responses per prompt; default: eval.samples", "N")
     ks: Sequence[int] | None = flag("the K of pass@K and majority@K; default: powers of two up to N", "K", names="--k")
@@ -191,34 +193,23 @@ class EvalOptions:
     greedy: bool | None = flag(
         "one greedy response per prompt; default: eval.greedy", action=argparse.BooleanOptionalAction
     )
+    engine: str | None = flag("default: the run's, or embedded", choices=("embedded", "sglang"))
+    max_response_length: int | None = flag("default: rollout.max_response_length, or 512 without a run", "TOKENS")
     out: Path | None = flag("JSON lines to write, one per prompt; must not exist", "FILE")
+
+    shows: ClassVar[bool] = False  # True: the responses are printed
 
 
 @dataclass(frozen=True)
-class SampleOptions:
-    """The options of sample. None means: as in the run's config, or a default for a model without a run."""
-
-    target: Path = positional(
-        "a model's folder, a run's folder, or a config with a model",
-        "MODEL_OR_RUN_DIR",
-        takes="a model's folder, a run's folder, or a config file",
+class SampleOptions(EvalOptions):
+    samples: int | None = flag("responses per prompt; default: 8", "N", 8, names="--n --samples")
+    temperature: float | None = flag("0 is one greedy response; default: eval.temperature", "T")
+    greedy: bool | None = flag(
+        "also one greedy response per prompt", default=False, action=argparse.BooleanOptionalAction
     )
-    overrides: Sequence[str] = overrides()
-    prompt: str | None = flag("text of a user message to answer; without --prompt and --data a chat starts", "TEXT")
-    answer: str | None = flag("gold answer of --prompt, for its rewards", "TEXT")
-    data: str | None = flag("data set to answer; its answers are scored", "FILE")
-    prompts: int | None = flag("only the first N of --data", "N")
-    n: int = flag("responses per prompt; default: 8", "N", 8)
-    step: int | None = flag("the run's policy after this step; default: the newest")
-    engine: str | None = flag("default: the run's, or embedded", choices=("embedded", "sglang"))
-    temperature: float | None = flag("0 is greedy; default: rollout.temperature", "T")
-    top_p: float | None = flag("default: rollout.top_p", "P")
-    max_response_length: int | None = flag("default: rollout.max_response_length, or 512", "TOKENS")
     out: Path | None = flag("JSON lines to write, one per response with its log-probs; must not exist", "FILE")
 
-    @property
-    def is_chat(self) -> bool:
-        return self.prompt is None and self.data is None
+    shows: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ Errors are ConfigError in one line.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from grpo_mega.distributed.launch import current_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.http_client import use_cache_if_unreachable
 from grpo_mega.paths import read_json, user_path
+from grpo_mega.text import nearest
 from grpo_mega.yaml_text import parse_yaml
 
 Keys = dict[str, Any]  # values of the config by dotted key, before validation
@@ -61,16 +61,22 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     contradict each other or this trainer does not support them.
     """
     values, notes = parse_flags(arguments)
-    keys: Keys = {key: values[name] for name, flag in FLAGS.items() if name in values and (key := flag.key) is not None}
+    keys: Keys = {}
+    for name, flag in FLAGS.items():
+        if name in values:
+            keys |= flag.sets.get(str(values[name]).lower(), {})
+            keys |= {} if flag.key is None else {flag.key: values[name]}
     _model_and_data(values, keys)
-    keys |= {f"algorithm.{name}": value for name, value in _algorithm(values).items()}
+    _algorithm(values, keys)
     dp_size, world_size = values.get("data_parallel", 1), environ.get("WORLD_SIZE", "")
     if "data_parallel" not in values and world_size.isdecimal():
         model_ranks = max(1, values.get("tensor_parallel", 1)) * max(1, values.get("pipeline_parallel", 1))
         dp_size = int(world_size) // model_ranks
     _batch(values, keys, max(1, dp_size))
     num_updates = _get(keys, "batch.mini_batches") * _get(keys, "batch.epochs")  # optimizer steps per rollout
-    _reference(values, keys, num_updates)
+    if _is_on(values, "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"):  # with TRL's defaults
+        keys["algorithm.ref_model_sync_steps"] = math.ceil(values.get("ref_model_sync_steps", 512) / num_updates)
+        keys["algorithm.ref_model_mixup_alpha"] = values.get("ref_model_mixup_alpha", 0.6)
     if values.get("max_steps", -1) > 0:
         keys["steps"] = math.ceil(values["max_steps"] / num_updates)
     else:
@@ -160,23 +166,13 @@ def _get(keys: Keys, key: str) -> Any:
 
 def _model_and_data(values: Values, keys: Keys) -> None:
     keys["model.path"] = values["model_name_or_path"]
-    dtype = values.get("dtype")
-    if "bf16" in values:
-        from_bf16 = "bfloat16" if values["bf16"] else "float32"
-        if dtype not in (None, "auto", from_bf16):
-            raise ConfigError(f"--bf16 {str(values['bf16']).lower()} contradicts --dtype {dtype}; give one of them")
-        dtype = from_bf16
-    if dtype not in (None, "auto"):
-        keys["model.dtype"] = dtype
-    given = next((name for name in ("lora_r", "lora_alpha", "lora_target_modules") if name in values), None)
-    if given is not None and not values.get("use_peft"):
-        raise ConfigError(f"--{given} needs --use_peft true; give it, or leave {given} out")
-    if values.get("use_peft"):
+    dtype = values.get("dtype", "auto")
+    if dtype != "auto" and keys.setdefault("model.dtype", dtype) != dtype:
+        raise ConfigError(f"--bf16 {str(values['bf16']).lower()} contradicts --dtype {dtype}; give one of them")
+    if _is_on(values, "use_peft", "lora_r", "lora_alpha", "lora_target_modules"):
         targets = values.get("lora_target_modules", ["q_proj", "v_proj"])
         keys["model.lora.rank"], keys["model.lora.alpha"] = values.get("lora_r", 16), values.get("lora_alpha", 32)
         keys["model.lora.targets"] = [name.removesuffix("_proj") for name in targets]
-    if "gradient_checkpointing" in values:
-        keys["model.recompute"] = "full" if values["gradient_checkpointing"] else "none"
     name, config = values["dataset_name"], values.get("dataset_config")
     keys["data.train"] = train = find_data(name, config, values.get("dataset_train_split"))
     has_splits = train.startswith("hub:") or user_path(name).is_dir()
@@ -185,49 +181,28 @@ def _model_and_data(values: Values, keys: Keys) -> None:
         keys["data.heldout"] = find_data(name, config, split)
 
 
-def _algorithm(values: Values) -> Keys:
-    """Return the values of the keys in `algorithm`."""
-    name = values.get("loss_type", "grpo")
-    if name not in LOSS_TYPES:
-        raise ConfigError(
-            f"--loss_type {name} is not among {', '.join(LOSS_TYPES)}; for other methods see --set algorithm.recipe="
-        )
-    found = dict(LOSS_TYPES[name]) if "loss_type" in values else {}
-    is_per_sequence = values.get("importance_sampling_level") == "sequence"
-    for flag, value in (("importance_sampling_level", "sequence" * is_per_sequence), ("delta", values.get("delta"))):
-        if value and name in ("cispo", "sapo"):
-            shown = value if isinstance(value, str) else f"{value:g}"
-            raise ConfigError(f"--{flag} {shown} cannot be combined with --loss_type {name}; leave one out")
-    if is_per_sequence:
-        found["loss_type"] = "gspo"
+def _algorithm(values: Values, keys: Keys) -> None:
+    name = values.get("loss_type")
+    objectives = {
+        f"loss_type {name}": name in ("cispo", "sapo"),
+        "importance_sampling_level sequence": values.get("importance_sampling_level") == "sequence",
+        f"delta {values.get('delta')}": "delta" in values,
+    }
+    first, *others = [flag for flag, is_given in objectives.items() if is_given] or [""]
+    if others:
+        raise ConfigError(f"--{others[0]} cannot be combined with --{first}; leave one out")
     if "epsilon_high" in values:
         # cispo limits the ratio itself, not its distance from 1
-        found["ratio_clip_eps_high"] = values["epsilon_high"] - (name == "cispo")
+        keys["algorithm.ratio_clip_eps_high"] = values["epsilon_high"] - (name == "cispo")
         if name == "cispo" and values["epsilon_high"] <= 1:
             raise ConfigError(
                 f"--epsilon_high {values['epsilon_high']:g} is the largest ratio of --loss_type cispo; "
                 "give one above 1, for example 5"
             )
     if "delta" in values:
-        if is_per_sequence:
-            raise ConfigError(
-                f"--delta {values['delta']:g} cannot be combined with --importance_sampling_level sequence; leave"
-                " one out"
-            )
-        found |= {"loss_type": "dual_clip", "ratio_clip_c": values["delta"]}
-    if "scale_rewards" in values:
-        scale = values["scale_rewards"]
-        found |= {
-            "normalize_by_std": scale not in ("none", "false"),
-            "std_over": "batch" if scale == "batch" else "group",
-        }
-    if values.get("multi_objective_aggregation") == "normalize_then_sum":
-        found["adv_type"] = "gdpo"
+        keys |= {"algorithm.loss_type": "dual_clip", "algorithm.ratio_clip_c": values["delta"]}
     if values.get("entropy_coef"):
-        found |= {"entropy_bonus": values["entropy_coef"], "calculate_entropy": True}
-    if "use_bias_correction_kl" in values:
-        found["kl_penalty_type"] = "low_var_kl_weighted" if values["use_bias_correction_kl"] else "low_var_kl"
-    return found
+        keys |= {"algorithm.entropy_bonus": values["entropy_coef"], "algorithm.calculate_entropy": True}
 
 
 def _batch(values: Values, keys: Keys, dp_size: int) -> None:
@@ -278,20 +253,16 @@ def _refuse_both(values: Values, first: str, second: str) -> None:
         raise ConfigError(f"--{first} and --{second} mean the same; give one of them")
 
 
-def _reference(values: Values, keys: Keys, num_updates: int) -> None:
-    """Set how the reference follows the policy, with TRL's defaults. A rollout has `num_updates` optimizer steps."""
-    if values.get("sync_ref_model"):
-        keys["algorithm.ref_model_sync_steps"] = math.ceil(values.get("ref_model_sync_steps", 512) / num_updates)
-        keys["algorithm.ref_model_mixup_alpha"] = values.get("ref_model_mixup_alpha", 0.6)
-        return
-    for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
-        if name in values:
-            raise ConfigError(f"--{name} {values[name]:g} needs --sync_ref_model true; give it, or leave {name} out")
+def _is_on(values: Values, switch: str, *names: str) -> bool:
+    """Return True if the switch is on. Raise ConfigError if it is off and a flag needs it."""
+    is_on = bool(values.get(switch))
+    for name in names:
+        if name in values and not is_on:
+            raise ConfigError(f"--{name} {values[name]} needs --{switch} true; give it, or leave {name} out")
+    return is_on
 
 
 def _optimizer(values: Values, keys: Keys, num_updates: int) -> None:
-    if "lr_scheduler_type" in values:
-        keys["optimizer.schedule"] = values["lr_scheduler_type"].removesuffix("_with_warmup")
     _refuse_both(values, "warmup_steps", "warmup_ratio")
     warmup = values.get("warmup_ratio", values.get("warmup_steps"))
     if warmup is not None:
@@ -331,6 +302,7 @@ class Flag:
     key: str | None = None  # config key with the same value
     help: str = ""
     aliases: Sequence[str] = ()
+    sets: Mapping[str, Keys] = field(default_factory=dict)  # the keys that each value sets
 
 
 _TABLE = parse_yaml(Path(__file__).with_name("trl_flags.yaml").read_text(encoding="utf-8"))
@@ -341,7 +313,6 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flags in GROUPS.values() for fl
 NOTED: Mapping[str, str] = _TABLE["noted"]
 REFUSED: Mapping[str, str] = _TABLE["refused"]
 HARMLESS: Mapping[str, list[str]] = _TABLE["harmless"]
-LOSS_TYPES: Mapping[str, dict[str, Any]] = _TABLE["loss_types"]
 REQUIRED = ("model_name_or_path", "dataset_name", "output_dir")
 KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "list": "one value or more"}
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -363,12 +334,10 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Values, list[str]]:
     parsed, rest = parser.parse_known_args(arguments)
     if rest:
         if not rest[0].startswith("--"):
-            example = f"flags start with --, for example --dataset_name {rest[0]}"
-            raise ConfigError(f"{rest[0]!r} stands before any flag; {example}")
-        name = rest[0][2:].partition("=")[0]
-        close = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.6)
-        remedy = f"did you mean --{close[0]}? For" if close else "see --help; for"
-        raise ConfigError(f"unknown flag --{name}; {remedy} any key of the config there is --set KEY=VALUE")
+            raise ConfigError(f"{rest[0]!r} stands before any flag; give it one, like --dataset_name {rest[0]}")
+        name = rest[0].partition("=")[0]
+        hint = nearest(name, [f"--{known}" for known in FLAGS])
+        raise ConfigError(f"unknown flag {name}; {hint}see --help, or set any key of the config by --set KEY=VALUE")
     given: dict[str, list[list[str]]] = vars(parsed)
     for name in [name for name in given if name not in FLAGS and name not in NOTED]:
         value = " ".join(given[name][-1])

@@ -6,32 +6,29 @@ JSON with "<", ">" and "&" escaped, so that no text of a run can close its scrip
 allows only the one script with the stated hash, and no requests.
 
 If not all samples and answers fit, the page says so. It then shows the first and the last step and evenly spaced steps
-between them. `python -m grpo_mega.cli.report.report RUN_DIR` writes the page at the lowest priority, and prints the CPU
-seconds used.
+between them.
 """
 
 import base64
 import hashlib
 import html
 import json
-import os
+import math
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from string import Template
 from typing import Any, TypeVar
 
 from grpo_mega import config as configs
-from grpo_mega.cli.report.picture import series, steps_done
 from grpo_mega.config.base import MAX_COUNT
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.curves import by_step, curves
+from grpo_mega.observe.curves import Curves, by_step, curves
 from grpo_mega.observe.rules import findings
 from grpo_mega.paths import (
     CONFIG_FILE,
@@ -46,12 +43,13 @@ from grpo_mega.paths import (
     read_json,
     write_atomically,
 )
-from grpo_mega.text import as_text, filter_output, parse_json_line, read_json_lines, read_lines, well_formed
+from grpo_mega.text import as_text, parse_json_line, read_json_lines, read_lines, well_formed
 from grpo_mega.yaml_text import parse_yaml
 
 PAGE = Path(__file__).with_name("page")
 SCRIPTS = ("base.js", "chart.js", "experts.js", "curves.js", "samples.js", "tables.js", "main.js")
 MAX_MESSAGES = 1000
+MAX_POINTS = 2000  # points of a curve; each is the mean of several steps, or the maximum if the name ends in "max"
 _RECENT = 20  # number of recent steps whose median time predicts the rest
 MAX_SAMPLE_BYTES = 6 << 20  # maximum size of the samples in the page
 MAX_SAMPLE_STEPS = 200
@@ -118,7 +116,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
         parsed = parse_yaml((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         raw = parsed if isinstance(parsed, dict) else {}
     num_steps = steps if isinstance(steps := raw.get("steps"), int) and 0 < steps < MAX_COUNT else None
-    done = steps_done(found)
+    done = max(found.get("seconds/step") or found.get("reward/mean") or found.get("loss/total") or {0: 0.0})
     is_live = not is_over and is_held(run_dir / LOCK_FILE)
     signs: list[list[Any]] = []
     with suppress(*_DAMAGED):
@@ -161,6 +159,26 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
         "messages": messages,
         "findings": signs,
     }
+
+
+def series(found: Curves) -> Record:
+    """Return {"steps": lists of steps, "series": {name: {"s": index of a list, "v": values}}, "points_averaged":
+    width}. Values have six digits; a value that is not finite is None.
+    """
+    width = max(1, math.ceil(max(map(len, found.values()), default=0) / MAX_POINTS))
+    lists: dict[tuple[int, ...], int] = {}
+    thinned = {}
+    for name, curve in found.items():
+        steps = sorted(curve)
+        size = width if len(steps) > MAX_POINTS else 1
+        bins = [steps[i : i + size] for i in range(0, len(steps), size)]
+        summary = max if name.endswith("max") else fmean
+        finite = [[curve[step] for step in one if math.isfinite(curve[step])] for one in bins]
+        thinned[name] = {
+            "s": lists.setdefault(tuple(one[-1] for one in bins), len(lists)),
+            "v": [float(f"{summary(values):.6g}") if values else None for values in finite],
+        }
+    return {"steps": [list(key) for key in lists], "series": thinned, "points_averaged": width}
 
 
 def _checked(value: T) -> T:
@@ -386,10 +404,3 @@ def _even(items: Sequence[T], count: int) -> list[T]:
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-if __name__ == "__main__":
-    filter_output()
-    os.nice(19)
-    write_report(Path(sys.argv[1]))
-    print(time.process_time())

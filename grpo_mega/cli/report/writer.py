@@ -1,10 +1,9 @@
-"""Keep a run's report up to date while it trains."""
+"""Keep a run's report up to date while it trains: a process at the lowest priority writes it."""
 
 import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,31 +12,24 @@ from grpo_mega.observe.writers import Writer
 from grpo_mega.paths import REPORT_FILE
 from grpo_mega.types import StepMetrics
 
-MAX_SHARE = 0.05  # maximum share of wall time that pages of the report may use
-
 
 class ReportWriter(Writer):
     def __init__(self, run_dir: Path, interval: int, warn: Callable[[str], None]) -> None:
         """`interval`: steps between pages; 0 writes a page only at the end."""
         self._run_dir, self._interval, self._warn = run_dir, interval, warn
         self._process: subprocess.Popen[str] | None = None
-        self._began = self._not_before = time.monotonic()
         self._has_warned = False
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         if self._process is not None and self._process.poll() is not None:
             process, self._process = self._process, None
-            output, _ = process.communicate()  # the CPU time that it used, or its error
+            output, _ = process.communicate()
             if process.returncode:
-                self._warn_once(output.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
-            else:
-                self._not_before = self._began + float(output.split()[-1]) / MAX_SHARE
-        is_due = self._interval > 0 and step % self._interval == 0
-        if is_due and self._process is None and time.monotonic() >= self._not_before:
-            self._began = time.monotonic()
+                self._warn_once(output.strip().rpartition("grpo-mega: error: ")[2] or f"exit code {process.returncode}")
+        if self._interval > 0 and step % self._interval == 0 and self._process is None:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "grpo_mega.cli.report.report", str(self._run_dir)],
+                    ["nice", "-n", "19", sys.executable, "-m", "grpo_mega.cli", "report", str(self._run_dir)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

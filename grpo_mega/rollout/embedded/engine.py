@@ -175,10 +175,7 @@ class EmbeddedEngine(Engine):
 
         while decoder.is_running:
             clock += 1
-            ended = decoder.sample()
-            if request.on_tokens is not None:
-                request.on_tokens(decoder.found(0)[0])
-            for row, reason in ended:
+            for row, reason in decoder.sample():
                 schedule.ended(*extended(row, reason), clock)
             if stop is not None and decoder.is_running and stop.is_met(clock):
                 for row in decoder.live_slots:

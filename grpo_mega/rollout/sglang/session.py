@@ -85,7 +85,6 @@ class Session(LoopThread):
         self.url = url
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.is_aborting = False  # the owner sets this while it aborts running samples
-        self.on_tokens: Callable[[Sequence[int]], None] | None = None  # gets unfinished samples (RolloutRequest)
         self.adapter: str | None = None  # name of the adapter that all samples must use
         self._is_seeded, self._routers, self._deadline_s = is_seeded, routers, deadline_s
         self._endpoints: set[str] | None = None
@@ -275,8 +274,6 @@ class Session(LoopThread):
                     raise EngineError(f"the server at {self.url} could not generate: {answer['error']}")
                 finish = answer["meta_info"]["finish_reason"]
                 if finish is None:
-                    if self.on_tokens is not None:
-                        self.on_tokens(answer["output_ids"])
                     continue
                 if finish["type"] not in ("stop", "length") and not self.is_aborting:
                     raise aiohttp.ClientPayloadError(f"a sample ended by {finish}")

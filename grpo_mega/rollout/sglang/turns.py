@@ -34,7 +34,6 @@ def samples_of(request: RolloutRequest, session: Session) -> Iterator[Session | 
     At the end no conversation runs.
     """
     if request.conversations is None:
-        session.on_tokens = request.on_tokens
         yield session
         return
     turns = Turns(session, request.conversations, request.sampling)

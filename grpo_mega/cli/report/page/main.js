@@ -1,37 +1,8 @@
 // The page: its head, the figures that matter at a glance, and the tabs.
-const RELOAD_SECONDS = 30;
-
-function themeButton() {
-  const wanted = matchMedia("(prefers-color-scheme: dark)");
-  const button = el("button", { type: "button", class: "button", id: "theme" });
-  const apply = (theme) => {
-    document.documentElement.dataset.theme = theme;
-    button.textContent = theme === "dark" ? "☀ light" : "☾ dark";
-  };
-  const current = () => memory.get("theme", wanted.matches ? "dark" : "light");
-  button.addEventListener("click", () => {
-    const other = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    memory.set("theme", other);
-    apply(other);
-  });
-  wanted.addEventListener("change", () => apply(current()));
-  apply(current());
-  return button;
-}
-
-function reloadButton() {
-  let timer = null;
-  const button = el("button", { type: "button", class: "button", id: "follow", title: `reads the file again every ${RELOAD_SECONDS} s` });
-  const apply = (isOn) => {
-    memory.set("follow", isOn ? "yes" : "no");
-    button.textContent = isOn ? "⏸ stop following" : "⟳ follow";
-    clearInterval(timer);
-    if (isOn) timer = setInterval(() => location.reload(), RELOAD_SECONDS * 1000);
-  };
-  button.addEventListener("click", () => apply(memory.get("follow", "no") === "no"));
-  apply(memory.get("follow", "no") === "yes");
-  return button;
-}
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function setTheme() { document.documentElement.dataset.theme = dark.matches ? "dark" : "light"; }
+dark.addEventListener("change", setTheme);
+setTheme();
 
 function tile(name, value, note) {
   return el("div", { class: "tile" }, el("div", { class: "name" }, name), el("div", { class: "value" }, value), el("div", { class: "note", title: note || "" }, note || ""));
@@ -75,12 +46,12 @@ const TABS = [
   ["messages", "Warnings", drawMessages, (d) => [d.findings, d.messages]],
 ];
 const head = el("div", { id: "head" });
-const theme = themeButton(), follow = data.is_live_page ? el("span", { class: "faint", id: "live" }) : reloadButton();
+const connection = el("span", { class: "faint", id: "live" });
 
 function drawHead() {
   document.title = `${data.title} · GRPO run`;
   head.replaceChildren(el("header", {},
-    el("div", { class: "row" }, el("h1", {}, data.title), badge(data.status.text, data.status.kind), el("span", { class: "right" }), (data.is_live_page || data.status.kind === "live") && follow, theme),
+    el("div", { class: "row" }, el("h1", {}, data.title), badge(data.status.text, data.status.kind), el("span", { class: "right" }), data.is_live_page && connection),
     el("div", { class: "sub" }, `${data.subtitle} · ${data.is_live_page ? "read" : "written"} ${data.written}`)), tiles(), alerts());
   const warnings = data.findings.length + data.messages.filter((m) => m.level === "warning").length;
   const count = document.getElementById("num-warnings");
@@ -135,7 +106,7 @@ function update(fresh) {
   redrawAll();
 }
 async function poll() {
-  const say = (text, kind) => { follow.textContent = text; follow.className = kind; };
+  const say = (text, kind) => { connection.textContent = text; connection.className = kind; };
   try {
     const answer = await fetch(`data?version=${data.version}`);
     if (answer.status === 200) update(await answer.json());
