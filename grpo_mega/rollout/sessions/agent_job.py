@@ -145,7 +145,7 @@ class Toolbox:
         self._coroutines = {f.__name__: f for f in loaded.values() if inspect.iscoroutinefunction(f)}
         forked = [BUILT_IN_TOOLS.get(name, name) for name, f in loaded.items() if f.__name__ not in self._coroutines]
         # This thread lives as long as the worker, so the server does too.
-        self._server = ForkServer([name.rpartition(".")[0] for name in forked if ":" not in name])
+        self._server = ForkServer([__name__, *(name.rpartition(".")[0] for name in forked if ":" not in name)])
         if forked:
             self._server.ensure_running()
         self._threads = ThreadPoolExecutor(MAX_CALLS, "tools")
