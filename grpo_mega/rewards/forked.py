@@ -168,8 +168,7 @@ class Worker:
         self.kill()
         with contextlib.suppress(EOFError):
             if connection.wait([self._status_fd], _END_LIMIT_S):
-                status = forkserver.read_signed(self._status_fd)
-                return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+                return describe_status(forkserver.read_signed(self._status_fd))
         return None
 
 
@@ -224,6 +223,10 @@ class ForkedJob:
             owner.send(ready)
             serve(owner)
         return 0
+
+
+def describe_status(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
 
 
 def describe_error(error: BaseException) -> str:
