@@ -1,7 +1,6 @@
 """The job of a reward worker: it runs one check at a time. And the import of a run's own functions before a run.
 
-The pool's fork server (forked.py) forks all workers. It imports math-verify if a check needs it. Each thread of the
-pool drives one `Worker`.
+The pool's fork server forks all workers. It imports math-verify if a check needs it.
 
 After importing all functions, a worker sends the names of the functions that take groups, or the reason why it cannot
 start. For each request (function name, pickled samples, pickled group data or None) it sends the outcome of every
@@ -36,7 +35,7 @@ from grpo_mega.config.data import RewardFunctionConfig, RewardsConfig
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
-from grpo_mega.rewards.forked import START_LIMIT_S, ForkedJob, Serve, describe_error
+from grpo_mega.workers.pool import START_LIMIT_S, ForkedJob, Serve, describe_error
 
 MATH_VERIFY = "grpo_mega.rewards.math.mathverify"  # the fork server imports it
 _OUT_OF_MEMORY_STATUS = 71

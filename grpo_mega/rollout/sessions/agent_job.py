@@ -46,19 +46,17 @@ from grpo_mega.config.rollout import BUILT_IN_TOOLS, RolloutConfig
 from grpo_mega.errors import UserError
 from grpo_mega.processes import adopt_orphans, descendants, die_with_parent, kill_descendants, kill_session
 from grpo_mega.rewards.api import as_score
-from grpo_mega.rewards.forked import (
+from grpo_mega.text import well_formed
+from grpo_mega.types import Prompt
+from grpo_mega.workers.pool import (
     ForkedJob,
-    ForkServer,
     Serve,
-    Worker,
     WorkerEnded,
+    WorkerPool,
     describe_error,
     describe_place,
     describe_status,
-    start_worker,
 )
-from grpo_mega.text import well_formed
-from grpo_mega.types import Prompt
 
 # Codes of the endpoint's errors: the sample has reached a limit, so no further turn can be sampled.
 LIMIT_CODES = frozenset({"max_turns", "max_response_length", "context_length_exceeded"})
@@ -157,11 +155,9 @@ class Toolbox:
         forked = {f.__name__: name for name, f in loaded.items() if not inspect.iscoroutinefunction(f)}
         self._job = ToolJob(code_dir, forked)
         modules = [BUILT_IN_TOOLS.get(name, name).rpartition(".")[0] for name in forked.values() if ":" not in name]
-        # This thread lives as long as the worker, so the server does too.
-        self._server = ForkServer([__name__, *modules])
-        if forked:
-            self._server.ensure_running()
-        self._threads, self._own = ThreadPoolExecutor(MAX_CALLS, "tools"), threading.local()
+        self._pool = WorkerPool("tools", self._job, [__name__, *modules])
+        # Its threads live as long as the agent's worker, so the server that one of them starts does too.
+        self._threads = ThreadPoolExecutor(MAX_CALLS, "tools")
 
     async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Run a tool call of an assistant message. Return the tool's message; errors are told to the model."""
@@ -185,20 +181,19 @@ class Toolbox:
             raise self._late(name) if limit.expired() else ToolProblem(describe_error(error)) from None
 
     def _run_forked(self, name: str, arguments: dict[str, Any]) -> str:
-        """Run a tool in a process that this thread's warm process forks. Raise ToolProblem."""
-        worker: Worker | None = getattr(self._own, "worker", None)
+        """Run a tool in a process that a warm process forks. Raise ToolProblem."""
         try:
-            if worker is None or worker.has_ended:
-                worker = self._own.worker = start_worker(self._server, self._job)
-            outcome = worker.run((name, arguments), self._timeout_s)
+            with self._pool.lend() as worker:
+                outcome = worker.run((name, arguments), self._timeout_s)
+                if not worker.ready:
+                    worker.kill()
         except UserError as error:
             raise ToolProblem(str(error)) from None
         except WorkerEnded as ended:
-            outcome = "", f"the tool's process ended with {ended}"
-        if outcome is None or worker.has_ended or not worker.ready:
-            worker.close()
-            self._own.worker = None
-        result, problem = outcome or ("", str(self._late(name)))
+            raise ToolProblem(f"the tool's process ended with {ended}") from None
+        if outcome is None:
+            raise self._late(name)
+        result, problem = outcome
         if problem:
             raise ToolProblem(problem)
         return str(result)
