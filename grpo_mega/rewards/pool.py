@@ -62,8 +62,7 @@ class Check:
 class Checks:
     """A first-in, first-out queue of checks.
 
-    At most one check with the same texts is queued or running at a time. Every queued check has samples. The class has
-    no lock: callers hold the pool's lock.
+    At most one check with the same texts is queued or running at a time. Callers hold the pool's lock.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -87,16 +86,20 @@ class Checks:
         else:
             shared.keys += check.keys
 
-    def next(self) -> Check | None:
-        """Return the check to start now; None if the queue is empty."""
-        return self._queue.popleft() if self._queue else None
+    def next(self, waiting: Collection[Hashable]) -> Check | None:
+        """Return the check to start now, without the samples that no longer wait; None if no check is left."""
+        while self._queue:
+            check = self._queue.popleft()
+            left = [key for key in check.keys if key in waiting]
+            check.keys = left if check.group is None or left == check.keys else []
+            if check.keys:
+                return check
+            self._end(check)
+        return None
 
     def again(self, check: Check) -> None:
-        """Put a started check at the front of the queue, unless all its samples were discarded."""
-        if check.keys:
-            self._queue.appendleft(check)
-        else:
-            self._end(check)
+        """Put a started check at the front of the queue."""
+        self._queue.appendleft(check)
 
     def finish(self, check: Check, score: Score, *, is_own: bool) -> list[Hashable]:
         """Return all samples of a check that has ended, and remember its score.
@@ -125,13 +128,6 @@ class Checks:
     def end_rollout(self) -> None:
         """Forget hangs and crashes."""
         self.failures = {}
-
-    def forget(self, keys: Collection[Hashable]) -> None:
-        """Drop these samples, and the checks that have no other samples."""
-        for check in (*self._queue, *self._shared.values()):
-            check.keys = [key for key in check.keys if key not in keys]
-        self._queue = deque(check for check in self._queue if check.keys)
-        self._shared = {texts: check for texts, check in self._shared.items() if check.keys}
 
     def _end(self, check: Check) -> None:
         if check.texts is not None and self._shared.get(check.texts) is check:
@@ -184,9 +180,7 @@ class RewardPool(WorkerPool):
         self._checks = Checks()
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # outcomes that are still missing
-        self._num_workers = rewards.num_workers if has_workers and rewards.functions else 0
-        self._is_ready = not self._num_workers  # True once a worker has imported all functions
-        for _ in range(self._num_workers):
+        for _ in range(rewards.num_workers if has_workers and rewards.functions else 0):
             self.keep(self._run_checks)
 
     @property
@@ -201,7 +195,7 @@ class RewardPool(WorkerPool):
     def wait_until_ready(self) -> None:
         """Wait until a worker has imported all functions. Raises RewardError if the workers cannot start."""
         with self.changed:
-            self.changed.wait_for(lambda: self._is_ready or self.failure is not None)
+            self.changed.wait_for(lambda: self.workers or self.failure or not self._threads)
             self._raise_failure()
 
     def submit(
@@ -217,7 +211,7 @@ class RewardPool(WorkerPool):
 
         `length` is the number of characters for `len` and `cosine`; None: all of the response.
         """
-        assert self._num_workers, "a pool without workers"
+        assert self._threads, "a pool without workers"
         score, texts = None, None  # the accuracy Score if it is clear without a check, else the texts that determine it
         if self._is_judged:
             turn, reason = whole_turn(response, extras), extras.get(FINISH_REASON)
@@ -273,7 +267,6 @@ class RewardPool(WorkerPool):
         """
         with self.changed:
             forgotten = {key: self._pending.pop(key) for key in keys}
-            self._checks.forget(forgotten)
             self._unfinished -= sum(self._num_checks - len(sample.outcomes) for sample in forgotten.values())
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
@@ -332,7 +325,6 @@ class RewardPool(WorkerPool):
         """Send checks to the worker until the worker ends or the pool closes."""
         with self.changed:
             self.job = CheckJob(self._code_dir, self._rewards, is_replacement=True)
-            self._is_ready = True
             self._maybe_of_groups = worker.ready
             self.changed.notify_all()
         while (next_check := self._next_check(worker)) is not None:
@@ -362,7 +354,7 @@ class RewardPool(WorkerPool):
         """Wait for a check, and return it with its samples; None if the worker has ended or the pool is closed."""
         with self.changed:
             while self.failure is None:
-                if (check := self._checks.next()) is None:
+                if (check := self._checks.next(self._pending)) is None:
                     self.changed.wait(SECONDS_BETWEEN_LOOKS)
                 elif (check.group is not None) == (check.name in worker.ready):
                     payloads = [self._pending[key].payload for key in (check.keys if check.group else check.keys[:1])]
@@ -391,8 +383,6 @@ class RewardPool(WorkerPool):
             self._again(check)
 
     def _again(self, check: Check) -> None:
-        left = [key for key in check.keys if key in self._pending]  # without samples discarded in the meantime
-        check.keys[:] = left if check.group is None or len(left) == len(check.keys) else []
         self._checks.again(check)
         self.changed.notify_all()
 

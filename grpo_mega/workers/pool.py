@@ -266,6 +266,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 worker = Worker(server, self.job)
                 with self.changed:
                     self.workers.append(worker)
+                    self.changed.notify_all()
                 return worker
             time.sleep(_PAUSE_S)  # the next attempt restarts the fork server
         raise WorkerError("the process that forks them has ended; its standard error says why")
