@@ -54,6 +54,10 @@ class RewardError(UserError):
     """A reward function does not work on any sample."""
 
 
+class WorkerError(UserError):
+    """A worker process cannot start."""
+
+
 class RefreshError(UserError):
     """A refresh of the reward model failed between two iterations."""
 

@@ -98,14 +98,13 @@ def kill_descendants() -> None:
     """Kill everything below this process and wait until it is gone. The process must have called `adopt_orphans`."""
     until = time.monotonic() + SECONDS_TO_DIE
     while time.monotonic() < until:
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        except ChildProcessError:
+        except ChildProcessError:  # nothing is below it
             return
+        for pid in descendants(os.getpid()):
+            _kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package below grpo_mega or grpo_mega.cli imports only names that are earlier in this list.
 # The library runs on every rank. The clients run only in commands. __init__ starts both.
 LIBRARY = """
-errors text yaml_text processes http_client types paths user_code config weights batching rewards
+errors text yaml_text processes workers http_client types paths user_code config weights batching rewards
 data algorithm observe
 distributed formats rollout megatron run train
 """
@@ -34,6 +34,7 @@ CONFINED = {"megatron": ("megatron/", "cli/rehearsal.py"), "sglang": ("rollout/s
 WITHOUT = {
     "errors": {"torch", "transformers", "numpy", "pydantic"},
     "processes": {"torch", "transformers", "numpy", "pydantic"},
+    "workers": {"torch", "transformers", "numpy", "pydantic"},
     "text": {"torch", "transformers", "numpy", "pydantic"},
     "paths": {"torch", "transformers", "numpy", "pydantic"},
     "yaml_text": {"torch", "transformers", "numpy", "pydantic"},

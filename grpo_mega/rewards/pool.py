@@ -21,7 +21,6 @@ user functions have it, so these are queued per sample and per group, and a work
 import contextlib
 import hashlib
 import pickle
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +30,12 @@ from typing import Any
 from grpo_mega.config.data import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import Extras, RewardResult, Score, result_of
-from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded, start_worker
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
 from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_PROGRAMS, OF_SERVERS
 from grpo_mega.rewards.shaping import cosine, len_reward
 from grpo_mega.rewards.worker import MATH_VERIFY, CheckJob, Outcome, Request
+from grpo_mega.workers.pool import Worker, WorkerEnded, WorkerPool
 
 CAPACITY = 10_000  # number of verdicts to remember; takes a few megabytes
 
@@ -63,22 +62,21 @@ class Check:
 class Checks:
     """A first-in, first-out queue of checks.
 
-    At most one check with the same texts is queued or running at a time. Every queued check has samples. The class has
-    no lock: callers hold the pool's lock.
+    At most one check with the same texts is queued or running at a time. Callers hold the pool's lock.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._queue: deque[Check] = deque()
         self._shared: dict[Texts, Check] = {}  # checks that are queued or running
         self._verdicts: dict[Texts, Score] = {}  # most recently used last
-        self._failures: dict[Texts | str, Score] = {}  # by texts or gold answer; checks that hung or crashed
+        self.failures: dict[Texts | str, Score] = {}  # by texts or gold answer; checks that hung or crashed
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
         """Return the remembered Score of these texts; None if there is none."""
         if score := self._verdicts.pop(texts, None):
             self._verdicts[texts] = score
-        return score or self._failures.get(texts[0]) or self._failures.get(texts)
+        return score or self.failures.get(texts[0]) or self.failures.get(texts)
 
     def add(self, check: Check) -> None:
         """Queue a check. If a check with the same texts exists, add the samples to it instead."""
@@ -88,16 +86,20 @@ class Checks:
         else:
             shared.keys += check.keys
 
-    def next(self) -> Check | None:
-        """Return the check to start now; None if the queue is empty."""
-        return self._queue.popleft() if self._queue else None
+    def next(self, waiting: Collection[Hashable]) -> Check | None:
+        """Return the check to start now, without the samples that no longer wait; None if no check is left."""
+        while self._queue:
+            check = self._queue.popleft()
+            left = [key for key in check.keys if key in waiting]
+            check.keys = left if check.group is None or left == check.keys else []
+            if check.keys:
+                return check
+            self._end(check)
+        return None
 
     def again(self, check: Check) -> None:
-        """Put a started check at the front of the queue, unless all its samples were discarded."""
-        if check.keys:
-            self._queue.appendleft(check)
-        else:
-            self._end(check)
+        """Put a started check at the front of the queue."""
+        self._queue.appendleft(check)
 
     def finish(self, check: Check, score: Score, *, is_own: bool) -> list[Hashable]:
         """Return all samples of a check that has ended, and remember its score.
@@ -107,7 +109,7 @@ class Checks:
         """
         self._end(check)
         if check.texts is not None:
-            (self._verdicts if is_own else self._failures)[check.texts] = score
+            (self._verdicts if is_own else self.failures)[check.texts] = score
         if len(self._verdicts) > self._capacity:
             del self._verdicts[next(iter(self._verdicts))]
         return check.keys
@@ -116,7 +118,7 @@ class Checks:
         """Give this score to every check of this gold answer until `end_rollout`. Return the checks that were
         queued.
         """
-        self._failures[gold] = score
+        self.failures[gold] = score
         refused = [check for check in self._queue if check.texts is not None and check.texts[0] == gold]
         self._queue = deque(check for check in self._queue if check not in refused)
         for check in refused:
@@ -125,14 +127,7 @@ class Checks:
 
     def end_rollout(self) -> None:
         """Forget hangs and crashes."""
-        self._failures = {}
-
-    def forget(self, keys: Collection[Hashable]) -> None:
-        """Drop these samples, and the checks that have no other samples."""
-        for check in (*self._queue, *self._shared.values()):
-            check.keys = [key for key in check.keys if key not in keys]
-        self._queue = deque(check for check in self._queue if check.keys)
-        self._shared = {texts: check for texts, check in self._shared.items() if check.keys}
+        self.failures = {}
 
     def _end(self, check: Check) -> None:
         if check.texts is not None and self._shared.get(check.texts) is check:
@@ -154,7 +149,7 @@ class _Pending:
     errors: dict[str, str] = field(default_factory=dict)  # exceptions by function
 
 
-class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
+class RewardPool(WorkerPool):
     """Run reward functions in worker processes; a context manager.
 
     `rewards` must have passed registry.check_rewards. Its `deadline_s` starts when a worker receives the check, so
@@ -175,26 +170,18 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._num_checks = len(self._in_workers) + self._is_judged  # checks of a sample
         self._maybe_of_groups = frozenset(name for name in self._in_workers if name not in BUILT_IN)
 
-        self._lock = threading.Lock()  # guards the attributes up to the blank line
-        self._changed = threading.Condition(self._lock)  # notified about results and started workers
-        self._has_work = threading.Condition(self._lock)  # wakes the threads of idle workers
+        super().__init__(
+            "reward workers",
+            CheckJob(code_dir, rewards, is_replacement=False),
+            [CheckJob.__module__, *([MATH_VERIFY] if self._is_judged else [])],
+        )
         self.counters: Counter[str] = Counter(killed_workers=0)  # checks by verdict, "killed_workers" and "retried"
         self.first_error: str | None = None  # the first exception or crash since the start, with the function's name
         self._checks = Checks()
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # outcomes that are still missing
-        self._failure: str | None = None
-        num_workers = rewards.num_workers if has_workers and rewards.functions else 0
-        self._is_ready = not num_workers  # True once a worker has imported all functions
-        self._pids: list[int] = []
-
-        self._server = ForkServer([MATH_VERIFY] if self._is_judged else [])
-        self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
-        for thread in self._threads:
-            thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        for _ in range(rewards.num_workers if has_workers and rewards.functions else 0):
+            self.keep(self._run_checks)
 
     @property
     def has_functions(self) -> bool:
@@ -203,12 +190,12 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     @property
     def worker_pids(self) -> list[int]:
         """The process ids of the current workers."""
-        return list(self._pids)
+        return [worker.pid for worker in self.workers]
 
     def wait_until_ready(self) -> None:
         """Wait until a worker has imported all functions. Raises RewardError if the workers cannot start."""
-        with self._lock:
-            self._changed.wait_for(lambda: self._is_ready or self._failure is not None)
+        with self.changed:
+            self.changed.wait_for(lambda: self.workers or self.failure or not self._threads)
             self._raise_failure()
 
     def submit(
@@ -237,7 +224,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                 texts = _digest(answer), _digest(turn if marked is None else marked, reason)
         is_known = score is not None and not self._in_workers
         payload = b"" if is_known else pickle.dumps((prompt, response, answer, extras))
-        with self._lock:
+        with self.changed:
             self._raise_failure()
             if key in self._pending:
                 raise ValueError(f"key {key!r} is submitted twice before a collect")
@@ -267,7 +254,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         if not self._maybe_of_groups and LENGTH not in self._weights:
             return
         group = pickle.dumps((given, token_ids, conversations))
-        with self._lock:
+        with self.changed:
             for key in keys:
                 self._pending[key].group = keys
             for name in self._maybe_of_groups:
@@ -278,9 +265,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
         A check of such a sample that has started still finishes, but does not count. So never reuse these keys.
         """
-        with self._lock:
+        with self.changed:
             forgotten = {key: self._pending.pop(key) for key in keys}
-            self._checks.forget(forgotten)
             self._unfinished -= sum(self._num_checks - len(sample.outcomes) for sample in forgotten.values())
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
@@ -291,9 +277,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """
         for key in [key for key, sample in self._pending.items() if not sample.group]:
             self.submit_group([key], {}, [[]])
-        with self._lock:
-            while (before := self._unfinished) and self._failure is None:
-                self._changed.wait(SECONDS_BETWEEN_LOOKS)
+        with self.changed:
+            while (before := self._unfinished) and self.failure is None:
+                self.changed.wait(SECONDS_BETWEEN_LOOKS)
                 if self._unfinished < before:
                     on_progress()
             self._raise_failure()
@@ -312,26 +298,13 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                 sample.errors |= {name: error for name in self._weights if name in JUDGED}
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}
 
-    def close(self) -> None:
-        """End all workers, busy or not, and wait until they have ended. May be called twice."""
-        self._fail("the reward pool is closed; submit before close()")
-        self._server.close()
-        for thread in self._threads:
-            thread.join()
-
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RewardError(self._failure)
-
-    def _fail(self, text: str) -> None:
-        with self._lock:
-            self._failure = self._failure or text
-            self._changed.notify_all()
-            self._has_work.notify_all()
+        if self.failure is not None:
+            raise RewardError(self.failure)
 
     def _queue(self, check: Check) -> None:
         self._checks.add(check)
-        self._has_work.notify()
+        self.changed.notify_all()
 
     def _record(self, key: Hashable, name: str, score: Score, error: str | None = None) -> None:
         """Record the outcome of a check. `error` is the text of its exception, if any."""
@@ -344,42 +317,23 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self.first_error = self.first_error or f"{name}: {error}"
         self._unfinished -= 1
         if not self._unfinished:
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     # The worker threads run everything below.
 
-    def _serve(self) -> None:
-        """Keep one worker running, and replace it when it ends."""
-        try:
-            is_replacement = False
-            while self._failure is None:
-                worker = start_worker(self._server, CheckJob(self._code_dir, self._rewards, is_replacement))
-                with self._lock:
-                    self._pids.append(worker.pid)
-                    self._is_ready = True
-                    self._maybe_of_groups = worker.ready
-                    self._changed.notify_all()
-                try:
-                    self._run_checks(worker)
-                finally:
-                    with self._lock:
-                        self._pids.remove(worker.pid)
-                    worker.close()
-                is_replacement = True
-        except RewardError as error:
-            self._fail(f"reward workers cannot start: {error}")
-        except Exception as error:
-            self._fail(f"a thread of the reward pool ended with {type(error).__name__}: {error}")
-
     def _run_checks(self, worker: Worker) -> None:
         """Send checks to the worker until the worker ends or the pool closes."""
+        with self.changed:
+            self.job = CheckJob(self._code_dir, self._rewards, is_replacement=True)
+            self._maybe_of_groups = worker.ready
+            self.changed.notify_all()
         while (next_check := self._next_check(worker)) is not None:
             check, request = next_check
             try:
                 outcomes, problem = worker.run(request, self._rewards.deadline_s), ""
             except WorkerEnded as ended:
                 outcomes, problem = None, f"{check.name}: the worker process ended with {ended}"
-            with self._lock:
+            with self.changed:
                 if outcomes is not None:
                     is_own = check.failure is None and outcomes[0][1] is None
                     self._give(check, outcomes if check.failure is None else [(check.failure, None)], is_own=is_own)
@@ -398,10 +352,10 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     def _next_check(self, worker: Worker) -> tuple[Check, Request] | None:
         """Wait for a check, and return it with its samples; None if the worker has ended or the pool is closed."""
-        with self._lock:
-            while self._failure is None:
-                if (check := self._checks.next()) is None:
-                    self._has_work.wait(SECONDS_BETWEEN_LOOKS)
+        with self.changed:
+            while self.failure is None:
+                if (check := self._checks.next(self._pending)) is None:
+                    self.changed.wait(SECONDS_BETWEEN_LOOKS)
                 elif (check.group is not None) == (check.name in worker.ready):
                     payloads = [self._pending[key].payload for key in (check.keys if check.group else check.keys[:1])]
                     if check.failure is not None:
@@ -429,10 +383,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._again(check)
 
     def _again(self, check: Check) -> None:
-        left = [key for key in check.keys if key in self._pending]  # without samples discarded in the meantime
-        check.keys[:] = left if check.group is None or len(left) == len(check.keys) else []
         self._checks.again(check)
-        self._has_work.notify()
+        self.changed.notify_all()
 
     def _give(self, check: Check, outcomes: list[Outcome], *, is_own: bool) -> None:
         """Record one outcome per sample, or one outcome for all samples. `is_own`: the function itself returned the

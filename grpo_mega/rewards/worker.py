@@ -1,7 +1,6 @@
 """The job of a reward worker: it runs one check at a time. And the import of a run's own functions before a run.
 
-The pool's fork server (forked.py) forks all workers. It imports math-verify if a check needs it. Each thread of the
-pool drives one `Worker`.
+The pool's fork server forks all workers. It imports math-verify if a check needs it.
 
 After importing all functions, a worker sends the names of the functions that take groups, or the reason why it cannot
 start. For each request (function name, pickled samples, pickled group data or None) it sends the outcome of every
@@ -36,7 +35,7 @@ from grpo_mega.config.data import RewardFunctionConfig, RewardsConfig
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
-from grpo_mega.rewards.forked import START_LIMIT_S, ForkedJob, Serve, describe_error
+from grpo_mega.workers.pool import START_LIMIT_S, ForkedJob, Serve, describe_error
 
 MATH_VERIFY = "grpo_mega.rewards.math.mathverify"  # the fork server imports it
 _OUT_OF_MEMORY_STATUS = 71
@@ -105,62 +104,52 @@ def _failed(error: BaseException) -> Outcome:
 
 
 PROGRAM = """
-import importlib, json, sys
-request = json.load(sys.stdin)
-sys.path[:] = request["path"]
-importlib.import_module(request["module"]).report(request)
+import importlib, json, os, pickle, sys
+module, path, given = pickle.load(sys.stdin.buffer)
+sys.path[:] = path
+output, sys.stdout = sys.stdout, sys.stderr
+print(json.dumps(importlib.import_module(module).report(**given)), file=output, flush=True)
+os._exit(0)  # threads of a module must not keep the command waiting
 """
 
 
 def import_problems(functions: Sequence[RewardFunctionConfig], splitter: str, code_dir: Path | None) -> Iterator[str]:
     """Yield a line for each user function that cannot be imported, does not exist, or takes other options."""
     names = ", ".join(repr(function.name) for function in functions)
-    given = {"functions": [[function.name, function.options] for function in functions], "splitter": splitter}
+    given = {"options": {one.name: dict(one.options) for one in functions}, "splitter": splitter, "code_dir": code_dir}
     try:
-        yield from ask_child(__name__, given, code_dir, f"reward function {names}")
+        yield from ask_child(__name__, given, f"reward function {names}")
     except ConfigError as error:
         yield from error.lines
 
 
-def ask_child(module: str, given: dict[str, Any], code_dir: Path | None, what: str) -> Any:
-    """Call `report(given)` of a module in a child process, and return the JSON value that it prints.
+def ask_child(module: str, given: dict[str, Any], what: str) -> Any:
+    """Call `report(**given)` of a module in a child process, and return its JSON value.
 
-    Raises ConfigError, about `what`, if the child does not end or fails.
+    What the module prints goes to stderr. Raises ConfigError, about `what`, if the child does not end or fails.
     """
-    request = given | {
-        "module": module,
-        "path": [folder or os.getcwd() for folder in sys.path],
-        "code_dir": None if code_dir is None else str(code_dir),
-    }
+    request = pickle.dumps((module, [folder or os.getcwd() for folder in sys.path], given))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=START_LIMIT_S,
+            [sys.executable, "-c", PROGRAM], input=request, capture_output=True, timeout=START_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{what}: the import takes more than {START_LIMIT_S:.0f} s; make it lighter") from None
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
-    last = (done.stderr.strip().splitlines() or ["no text"])[-1]
+    last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no text"])[-1]
     raise ConfigError(f"{what}: the import ended the process with code {done.returncode} ({last}); correct it")
 
 
-def report(request: dict[str, object]) -> None:
-    """Import the functions, and print the problems as JSON. What their modules print goes to stderr."""
-    output, sys.stdout = sys.stdout, sys.stderr
-    code_dir = request["code_dir"]
+def report(options: dict[str, dict[str, Any]], splitter: str, code_dir: Path | None) -> list[str]:
+    """Import the functions, and return their problems."""
     problems: list[str] = []
-    for name, options in request["functions"]:  # type: ignore[attr-defined]
+    for name, own in options.items():
         try:
-            registry.bind(name, options, str(request["splitter"]), None if code_dir is None else Path(str(code_dir)))
+            registry.bind(name, own, splitter, code_dir)
         except UserError as error:
             problems += error.lines
         except Exception as error:  # for example of a class that needs arguments
             problems.append(f"reward function {name!r}: {describe_error(error)}; correct it")
-    print(json.dumps(problems), file=output, flush=True)
-    os._exit(0)  # threads of a module must not keep the command waiting
+    return problems

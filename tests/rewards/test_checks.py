@@ -1,5 +1,7 @@
 """The queue of checks: shared and separate checks, remembered scores, and the bounded memory."""
 
+from collections.abc import Collection, Hashable
+
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.pool import Check, Checks
 
@@ -7,8 +9,11 @@ RIGHT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 TIMEOUT, NO_GOLD = Score(0.0, "timeout"), Score(None, "gold_unparsable")
 
 
-def _next(checks: Checks) -> Check:
-    check = checks.next()
+KEYS = range(10)
+
+
+def _next(checks: Checks, waiting: Collection[Hashable] = KEYS) -> Check:
+    check = checks.next(waiting)
     assert check is not None
     return check
 
@@ -23,7 +28,7 @@ def test_samples_with_the_same_texts_share_one_check_and_its_score() -> None:
     assert checks.finish(first, RIGHT, is_own=True) == [0, 2, 3]
     assert checks.known(("x", "y")) == RIGHT and checks.known(("x", "z")) is None
     second, third = _next(checks), _next(checks)
-    assert (second.keys, third.name, checks.next()) == ([1], "format", None)
+    assert (second.keys, third.name, checks.next(KEYS)) == ([1], "format", None)
     assert checks.finish(second, WRONG, is_own=True) == [1] and checks.finish(third, RIGHT, is_own=True) == [0]
 
 
@@ -32,7 +37,7 @@ def test_a_failure_counts_for_all_waiting_samples_until_the_rollout_ends() -> No
     for key in range(3):
         checks.add(Check("accuracy", [key], ("x", "y")))
     assert checks.finish(_next(checks), TIMEOUT, is_own=False) == [0, 1, 2]
-    assert checks.known(("x", "y")) == TIMEOUT and checks.next() is None
+    assert checks.known(("x", "y")) == TIMEOUT and checks.next(KEYS) is None
     checks.end_rollout()
     assert checks.known(("x", "y")) is None
 
@@ -45,9 +50,8 @@ def test_a_retried_check_comes_first_and_is_still_shared() -> None:
     checks.again(first)
     checks.add(Check("accuracy", [3], ("x", "a")))
     assert _next(checks) is first and first.keys == [0, 3]
-    checks.forget({0, 3})
     checks.again(first)
-    assert _next(checks).keys == [1], "no sample waits for this check any more"
+    assert _next(checks, {1, 2}).keys == [1], "no sample waits for this check any more"
 
 
 def test_a_refused_gold_answer_removes_all_its_checks_from_the_queue() -> None:
@@ -56,7 +60,7 @@ def test_a_refused_gold_answer_removes_all_its_checks_from_the_queue() -> None:
         checks.add(Check("accuracy", [key], texts))
     assert [check.keys for check in checks.refuse_gold("x", NO_GOLD)] == [[0], [1]]
     assert checks.known(("x", "c")) == NO_GOLD and checks.known(("z", "a")) is None
-    assert (_next(checks).keys, checks.next()) == ([2], None)
+    assert (_next(checks).keys, checks.next(KEYS)) == ([2], None)
     checks.end_rollout()
     assert checks.known(("x", "c")) is None
 
@@ -66,15 +70,13 @@ def test_discarding_a_sample_does_not_affect_other_samples() -> None:
     for key, texts in enumerate([("x", "y"), ("x", "y"), ("x", "z"), ("x", "z")]):
         checks.add(Check("accuracy", [key], texts))
     under_way = _next(checks)
-    checks.forget({0, 2, 3})
-    assert checks.next() is None, "no sample waits for the second check any more"
+    assert checks.next({1}) is None, "no sample waits for the second check any more"
     checks.add(Check("accuracy", [4], ("x", "z")))
-    assert _next(checks).keys == [4]
-    assert checks.finish(under_way, WRONG, is_own=True) == [1]
-    checks.add(Check("accuracy", [5], ("x", "w")))
-    lost = _next(checks)
-    checks.forget({5})
-    assert checks.finish(lost, TIMEOUT, is_own=False) == [] and checks.next() is None
+    checks.add(Check("accuracy", [5], ("x", "y")))
+    assert _next(checks, {1, 4, 5}).keys == [4]
+    assert checks.finish(under_way, WRONG, is_own=True) == [0, 1, 5]
+    checks.add(Check("format", [6, 7], group=b""))
+    assert checks.next({6}) is None, "a group is checked as a whole"
 
 
 def test_the_memory_is_bounded_and_keeps_the_latest_requests() -> None:

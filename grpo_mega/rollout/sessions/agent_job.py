@@ -13,8 +13,9 @@ An agent function gets `chat`, a client of the sample's endpoint, and `prompt`, 
 
 Tools are Python functions that the model calls. A tool that is a coroutine function runs in the worker's event loop.
 Any other tool runs in a process that is forked for this one call and killed after it, with everything that it started.
-So a tool that hangs, crashes or exits costs only its deadline. At most MAX_CALLS such calls run at once. Their modules
-should be light, unless they are named as module.function: then the fork server imports them once.
+So a tool that hangs, crashes or exits costs only its deadline. At most MAX_CALLS such calls run at once. The calls are
+forked from warm processes, one per concurrent call, that have imported the tools. If an import starts threads or
+processes, these cannot be forked with it: such a process runs one call itself, and is replaced.
 """
 
 from __future__ import annotations
@@ -43,10 +44,19 @@ import aiohttp
 from grpo_mega import user_code
 from grpo_mega.config.rollout import BUILT_IN_TOOLS, RolloutConfig
 from grpo_mega.errors import UserError
+from grpo_mega.processes import adopt_orphans, descendants, die_with_parent, kill_descendants, kill_session
 from grpo_mega.rewards.api import as_score
-from grpo_mega.rewards.forked import ForkedJob, ForkServer, Serve, Worker, WorkerEnded, describe_error, describe_place
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt
+from grpo_mega.workers.pool import (
+    ForkedJob,
+    Serve,
+    WorkerEnded,
+    WorkerPool,
+    describe_error,
+    describe_place,
+    describe_status,
+)
 
 # Codes of the endpoint's errors: the sample has reached a limit, so no further turn can be sampled.
 LIMIT_CODES = frozenset({"max_turns", "max_response_length", "context_length_exceeded"})
@@ -139,15 +149,14 @@ class Toolbox:
     """The tools of a run, keyed by the names of their functions."""
 
     def __init__(self, names: Sequence[str], code_dir: Path | None, timeout_s: float) -> None:
-        self._code_dir, self._timeout_s = code_dir, timeout_s
+        self._timeout_s = timeout_s
         loaded = {name: load_tool(name, code_dir) for name in names}
-        self._names = {function.__name__: name for name, function in loaded.items()}
-        self._coroutines = {f.__name__: f for f in loaded.values() if inspect.iscoroutinefunction(f)}
-        forked = [BUILT_IN_TOOLS.get(name, name) for name, f in loaded.items() if f.__name__ not in self._coroutines]
-        # This thread lives as long as the worker, so the server does too.
-        self._server = ForkServer([name.rpartition(".")[0] for name in forked if ":" not in name])
-        if forked:
-            self._server.ensure_running()
+        self._functions = {function.__name__: function for function in loaded.values()}
+        forked = {f.__name__: name for name, f in loaded.items() if not inspect.iscoroutinefunction(f)}
+        self._job = ToolJob(code_dir, forked)
+        modules = [BUILT_IN_TOOLS.get(name, name).rpartition(".")[0] for name in forked.values() if ":" not in name]
+        self._pool = WorkerPool("tools", self._job, [__name__, *modules])
+        # Its threads live as long as the agent's worker, so the server that one of them starts does too.
         self._threads = ThreadPoolExecutor(MAX_CALLS, "tools")
 
     async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,9 +169,9 @@ class Toolbox:
         return {"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": content}
 
     async def _run(self, name: str, arguments: dict[str, Any]) -> str:
-        if name not in self._names:
-            raise ToolProblem(f"there is no tool {name!r}; the tools are {', '.join(self._names) or 'none'}")
-        if (function := self._coroutines.get(name)) is None:
+        if (function := self._functions.get(name)) is None:
+            raise ToolProblem(f"there is no tool {name!r}; the tools are {', '.join(self._functions) or 'none'}")
+        if name in self._job.names:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, self._run_forked, name, arguments)
         try:
@@ -172,10 +181,12 @@ class Toolbox:
             raise self._late(name) if limit.expired() else ToolProblem(describe_error(error)) from None
 
     def _run_forked(self, name: str, arguments: dict[str, Any]) -> str:
-        """Run a tool in a new process. Raise ToolProblem."""
+        """Run a tool in a process that a warm process forks. Raise ToolProblem."""
         try:
-            with contextlib.closing(Worker(self._server, ToolJob(self._code_dir, self._names[name]))) as worker:
-                outcome = worker.run(arguments, self._timeout_s)
+            with self._pool.lend() as worker:
+                outcome = worker.run((name, arguments), self._timeout_s)
+                if not worker.ready:
+                    worker.kill()
         except UserError as error:
             raise ToolProblem(str(error)) from None
         except WorkerEnded as ended:
@@ -197,23 +208,51 @@ class ToolProblem(Exception):
 
 @dataclass(frozen=True)
 class ToolJob(ForkedJob):
-    """Runs one tool call in its own process."""
+    """Runs each tool call in its own process. The first message tells if the process can run more than one."""
 
-    name: str
+    names: dict[str, str]  # by the function's name
 
     def prepare(self) -> tuple[bool, Serve]:
-        function = load_tool(self.name, self.code_dir)
+        functions = {function: load_tool(name, self.code_dir) for function, name in self.names.items()}
+        is_forked = len(os.listdir("/proc/self/task")) == 1 and not descendants(os.getpid())
+        with contextlib.suppress(OSError):
+            adopt_orphans()
 
         def serve(owner: connection.Connection[Any, Any]) -> None:
-            arguments = owner.recv()
-            try:
-                outcome = as_text(function(**arguments)), ""
-            except BaseException as error:  # SystemExit, too
-                outcome = "", describe_error(error)
-            owner.send(outcome)
-            owner.recv()  # waits for the end, so that the owner finds what the tool started
+            while True:
+                name, arguments = owner.recv()
+                run = run_in_fork if is_forked else run_tool
+                outcome = run(functions[name], arguments)
+                kill_descendants()
+                owner.send(outcome)
 
-        return True, serve
+        return is_forked, serve
+
+
+def run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
+    """Return the result as a text, and the problem, if any."""
+    try:
+        return [as_text(function(**arguments)), ""]
+    except BaseException as error:  # SystemExit, too
+        return ["", describe_error(error)]
+
+
+def run_in_fork(function: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
+    """Call `run_tool` in a forked process, which leads a session. Return when the process has ended."""
+    parent, outcome = os.getpid(), os.memfd_create("outcome")
+    if not (pid := os.fork()):
+        try:
+            os.setsid()
+            with contextlib.suppress(OSError):
+                die_with_parent(parent)
+            os.pwrite(outcome, json.dumps(run_tool(function, arguments)).encode(), 0)
+        finally:
+            os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    kill_session(pid, has_ended=True)
+    with open(outcome, "rb") as file:
+        file.seek(0)
+        return json.loads(file.read() or json.dumps(["", f"the tool's process ended with {describe_status(status)}"]))
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:

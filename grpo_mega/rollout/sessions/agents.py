@@ -14,6 +14,7 @@ gets no more samples than may share it, so nothing that an ended sample left beh
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import sys
 import threading
@@ -25,10 +26,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_mega.config.rollout import RolloutConfig
-from grpo_mega.errors import EngineError, RewardError
-from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded, start_worker
+from grpo_mega.errors import EngineError
 from grpo_mega.rollout.sessions.agent_job import AgentJob
 from grpo_mega.rollout.sessions.agent_job import AgentResult as AgentResult
+from grpo_mega.workers.pool import Worker, WorkerEnded, WorkerPool
 
 GRACE_S = 0.5  # least time that a sample has to end after its deadline or a kill
 _LOOK_S = 0.1  # seconds between looks at deadlines
@@ -41,7 +42,6 @@ class _Slot:
     """A worker's place: the sessions that it runs, with the time by which each must have ended."""
 
     is_spare: bool
-    server: ForkServer = field(default_factory=ForkServer)  # an agent function may kill its worker's parent, too
     num_started: int = 0  # samples that the worker has got
     most: int = ANY  # samples that it may get
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
@@ -49,7 +49,7 @@ class _Slot:
     killed: set[str] = field(default_factory=set)
 
 
-class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
+class AgentWorkers(WorkerPool):
     """Runs agent functions in worker processes; a context manager. `schemas` describe rollout.tools to the model.
 
     The workers start immediately, in the background. If a worker cannot start, the next `start` raises EngineError.
@@ -61,39 +61,33 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         code_dir: Path | None,
         schemas: Sequence[dict[str, Any]] = (),
     ) -> None:
+        super().__init__("agent workers", AgentJob(code_dir, rollout, tuple(schemas)))
         # None is put by an owner that ends the thread in which it receives results.
         self.results: queue.SimpleQueue[AgentResult | None] = queue.SimpleQueue()
         self._grace_s = max(GRACE_S, 0.05 * rollout.agent_timeout_s)
         self._timeout_s = rollout.agent_timeout_s
-        self._job = AgentJob(code_dir, rollout, tuple(schemas))
         self._name = rollout.agent or "rollout.tools"
-        self._changed = threading.Condition()  # guards all fields below
         self._slots = [
             _Slot(number >= rollout.agent_workers) for number in range(rollout.agent_workers + SPARE_WORKERS)
         ]
         self._waiting: dict[str, tuple[int, tuple[Any, ...]]] = {}  # samples without a worker, by session
-        self._failure: str | None = None
-        self._threads = [threading.Thread(target=self._serve, args=(slot,), daemon=True) for slot in self._slots]
-        for thread in self._threads:
-            thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        for slot in self._slots:  # an agent function may kill its worker's parent, too
+            self.keep(functools.partial(self._drive, slot), functools.partial(_is_wanted, slot), has_server=True)
 
     def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace, most: int = ANY) -> None:
         """Start the agent function of a sample. `prompt` comes from agent_prompt. Raises EngineError.
 
         `most`: number of samples that may share its worker. Fewer than ANY if it starts again.
         """
-        with self._changed:
-            if self._failure is not None:
-                raise EngineError(self._failure)
+        with self.changed:
+            if self.failure is not None:
+                raise EngineError(self.failure)
             self._waiting[session_id] = most, ("start", session_id, base_url, api_key, prompt)
             self._place_waiting()
 
     def kill(self, session_ids: Collection[str]) -> None:
         """End these sessions, and wait until none of them runs. They produce no result. Others may need a restart."""
-        with self._changed:
+        with self.changed:
             for session_id in session_ids:
                 self._waiting.pop(session_id, None)
             for slot in self._slots:
@@ -101,17 +95,9 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
                     slot.killed.add(session_id)
                     slot.ends[session_id] = time.monotonic() + GRACE_S
                     slot.outbox.put(("kill", session_id))
-            self._changed.wait_for(
-                lambda: self._failure or not any(one.ends.keys() & set(session_ids) for one in self._slots)
+            self.changed.wait_for(
+                lambda: self.failure or not any(one.ends.keys() & set(session_ids) for one in self._slots)
             )
-
-    def close(self) -> None:
-        """End all workers and wait until they have ended. May be called twice."""
-        self._fail("the agent workers are closed")
-        for slot in self._slots:
-            slot.server.close()
-        for thread in self._threads:
-            thread.join()
 
     def _place_waiting(self) -> None:
         """Give each waiting sample to the worker with the fewest samples that may have it, if there is one."""
@@ -127,51 +113,39 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
                 slot.ends[session_id] = self._latest_end()
                 slot.outbox.put(message)
                 del self._waiting[session_id]
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def _latest_end(self) -> float:
         return time.monotonic() + self._timeout_s + self._grace_s
 
-    def _fail(self, text: str) -> None:
-        with self._changed:
-            self._failure = self._failure or text
+    def fail(self, text: str) -> None:
+        """Start no more workers, for this reason, which is the result of all samples."""
+        with self.changed:
+            super().fail(text)
             for session_id in (*self._waiting, *(one for slot in self._slots for one in slot.ends)):
                 self.results.put(AgentResult(session_id, None, text, "died"))
-            self._changed.notify_all()
 
     # The workers' threads run everything below.
 
-    def _serve(self, slot: _Slot) -> None:
-        """Keep one worker running, and replace it when it ends."""
+    def _drive(self, slot: _Slot, worker: Worker) -> None:
+        outbox = slot.outbox
+        with self.changed:
+            slot.ends = dict.fromkeys(slot.ends, self._latest_end())  # they start now
+        sender = threading.Thread(target=_send_all, args=(worker, outbox), daemon=True)
+        sender.start()
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: slot.ends or not slot.is_spare or self._failure)
-                if self._failure is not None:
-                    return
-                worker, outbox = start_worker(slot.server, self._job), slot.outbox
-                with self._changed:
-                    slot.ends = dict.fromkeys(slot.ends, self._latest_end())  # they start now
-                sender = threading.Thread(target=_send_all, args=(worker, outbox), daemon=True)
-                sender.start()
-                try:
-                    self._receive_all(worker, slot)
-                finally:
-                    worker.kill()  # before the sender ends, which may wait for a worker that does not read
-                    outbox.put(None)
-                    sender.join()
-                    worker.close()
-        except RewardError as error:
-            self._fail(f"agent workers cannot start: {error}")
-        except Exception as error:
-            self._fail(f"a thread of the agent workers ended with {type(error).__name__}: {error}")
+            self._receive_all(worker, slot)
+        finally:
+            worker.kill()  # before the sender ends, which may wait for a worker that does not read
+            outbox.put(None)
+            sender.join()
 
     def _receive_all(self, worker: Worker, slot: _Slot) -> None:
         """Pass results on until the worker ends or must be killed, and then give the remaining sessions a result."""
         problem = ""
         try:
-            while self._failure is None:
-                with self._changed:
+            while self.failure is None:
+                with self.changed:
                     is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
                     if is_overdue or not (slot.ends or slot.most == ANY):
                         problem, slot.most = f"a sample of {self._name} ignored its deadline; use await", 0
@@ -182,7 +156,7 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
                     problem = result
         except WorkerEnded as ended:
             problem = problem or f"the process of {self._name} ended with {ended}; its standard error may say why"
-        with self._changed:
+        with self.changed:
             now, left, slot.outbox = time.monotonic(), list(slot.ends.items()), queue.SimpleQueue()
             slot.num_started, slot.most = 0, ANY
             self._place_waiting()
@@ -194,13 +168,17 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
                 self._end(slot, AgentResult(session_id, None, problem, "died", num_sharing=len(left)))
 
     def _end(self, slot: _Slot, result: AgentResult) -> None:
-        with self._changed:
+        with self.changed:
             if slot.ends.pop(result.session_id, None) is None:
                 return
-            if result.session_id not in slot.killed and self._failure is None:
+            if result.session_id not in slot.killed and self.failure is None:
                 self.results.put(result)
             slot.killed.discard(result.session_id)
-            self._changed.notify_all()
+            self.changed.notify_all()
+
+
+def _is_wanted(slot: _Slot) -> bool:
+    return bool(slot.ends) or not slot.is_spare
 
 
 def _send_all(worker: Worker, outbox: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:

@@ -5,10 +5,7 @@ A child process imports the functions, because user code never runs in the proce
 
 import functools
 import inspect
-import json
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +48,24 @@ def _ask(agent: str | None, tools: tuple[str, ...], code_dir: Path | None) -> li
     key, names = "rollout.tools", ", ".join(map(repr, tools))
     if agent is not None:
         key, names = "rollout.agent", repr(agent)
-    given = {"agent": agent, "tools": list(tools)}
-    answer = ask_child(__name__, given, code_dir, f"{key}={names}")
-    if answer["problems"]:
-        raise ConfigError(*answer["problems"])
-    return list(answer["schemas"])
+    given = {"agent": agent, "tools": tools, "code_dir": code_dir}
+    problems, schemas = ask_child(__name__, given, f"{key}={names}")
+    if problems:
+        raise ConfigError(*problems)
+    return list(schemas)
 
 
-def report(request: dict[str, Any]) -> None:
-    """Import the functions, and print problems and schemas as JSON. What their modules print goes to stderr."""
-    output, sys.stdout = sys.stdout, sys.stderr
-    code_dir = None if request["code_dir"] is None else Path(request["code_dir"])
+def report(agent: str | None, tools: Sequence[str], code_dir: Path | None) -> tuple[list[str], list[dict[str, Any]]]:
+    """Import the functions, and return problems and schemas."""
     problems: list[str] = []
     schemas: list[dict[str, Any]] = []
-    if request["agent"] is not None:
-        problems += _problems_of(lambda: check_agent(request["agent"], code_dir), "rollout.agent=")
-    for name in request["tools"]:
+    if agent is not None:
+        problems += _problems_of(lambda: check_agent(agent, code_dir), "rollout.agent=")
+    for name in tools:
         problems += _problems_of(lambda name=name: schemas.append(schema_of(name, code_dir)), "rollout.tools=")
     known = [schema["function"]["name"] for schema in schemas]
     problems += [f"rollout.tools: two functions are called {one}; rename one" for one in known if known.count(one) > 1]
-    print(json.dumps({"problems": list(dict.fromkeys(problems)), "schemas": schemas}), file=output, flush=True)
-    os._exit(0)  # threads of a module must not keep the command waiting
+    return list(dict.fromkeys(problems)), schemas
 
 
 def check_agent(name: str, code_dir: Path | None) -> None:

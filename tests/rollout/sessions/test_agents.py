@@ -234,6 +234,37 @@ def test_the_built_in_agent_ends_at_max_turns_without_running_calls() -> None:
     assert json.dumps(served.requests[-1]["messages"]).count('"tool"') == 1
 
 
+STATEFUL = """
+import os, threading, time
+with open({notes!r}, "a") as file:
+    file.write(".")
+{on_import}
+CALLS = []
+
+def count() -> str:
+    CALLS.append(1)
+    return str(len(CALLS))
+"""
+THREAD = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+
+
+@pytest.mark.parametrize("on_import", ["", THREAD], ids=["warm", "with a thread"])
+def test_a_tool_call_does_not_see_what_another_left(on_import: str, tmp_path: Path) -> None:
+    """The agent's worker imports the tool, and so does the process of the calls, which then forks them. A process with
+    threads cannot fork, so it runs one call."""
+    notes, turns = tmp_path / "notes", 4
+    (tmp_path / "stateful.py").write_text(STATEFUL.format(notes=str(notes), on_import=on_import))
+    replies = [*[say("", ("count", {}))] * turns, say("done")]
+    served = Endpoint(lambda messages: replies[sum(one["role"] == "assistant" for one in messages)])
+    with workers(tools=[f"{tmp_path / 'stateful.py'}:count"], max_turns=turns + 1) as running:
+        outcomes(running, served.url, "q")
+    served.close()
+    contents = [one["content"] for one in served.requests[-1]["messages"] if one["role"] == "tool"]
+    assert contents == ["1"] * turns
+    num_imports = len(notes.read_text()) - 1
+    assert num_imports == turns if on_import else num_imports < turns
+
+
 def test_the_tool_python_runs_in_the_sandbox() -> None:
     programs = ("print(6 * 7)", "1 / 0", "import os; print(os.listdir('.'))")
     replies = [say("", *(("python", {"code": program}) for program in programs)), say("done")]

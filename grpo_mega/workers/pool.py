@@ -1,4 +1,7 @@
-"""Killable processes that a fork server forks, as their owner sees them (`Forked`) and from inside (`ForkedJob`).
+"""Warm processes that can be killed: the pool that lends and replaces them, and their jobs (`ForkedJob`).
+
+A `Worker` runs one request at a time, and lives until it ends or exceeds a deadline. A `WorkerPool` keeps workers, each
+driven by a thread (`keep`), or lends them (`lend`).
 
 The `ForkServer` (from multiprocessing) is a fresh process with one thread. It inherits only the trainer's environment
 and sys.path, and imports `guardian` first. Neither the server nor a forked process imports torch or the trainer's
@@ -15,18 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import Pipe, connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.errors import RewardError, UserError
+from grpo_mega.errors import UserError, WorkerError
 from grpo_mega.processes import die_with_parent, enter_private_folder, kill_session
 from grpo_mega.text import well_formed
 
-GUARDIAN = "grpo_mega.rewards.guardian"  # the fork server imports it first
+GUARDIAN = "grpo_mega.workers.guardian"  # the fork server imports it first
 MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a forked process
 START_LIMIT_S = 300.0  # limit for the imports of a process; generous because network file systems are slow
 _MAX_ERROR_CHARS = 2000
@@ -54,11 +57,11 @@ class ForkServer(forkserver.ForkServer):
     def connect(self, fd: int) -> tuple[int, int]:
         """Request a process that inherits `fd`. Return pipes of its process id, later exit status, and of its job.
 
-        Raises RewardError after `close`, and OSError if the server has ended.
+        Raises WorkerError after `close`, and OSError if the server has ended.
         """
         with self._connecting:
             if self._is_closed:
-                raise RewardError("the pool of workers is closed")
+                raise WorkerError("the pool of workers is closed")
             return self.connect_to_new_process([fd])
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class Worker:
     def __init__(self, server: ForkServer, job: "ForkedJob") -> None:
         """Fork a process from `server`, and wait until it is ready.
 
-        Raises RewardError if it cannot import its functions, and OSError or EOFError if the server has ended.
+        Raises WorkerError if it cannot import its functions, and OSError or EOFError if the server has ended.
         """
         self._connection, theirs = Pipe()
         self._is_killed = False
@@ -98,7 +101,7 @@ class Worker:
             undo.callback(self.kill)
             try:
                 if not self._has_message(START_LIMIT_S):
-                    raise RewardError(
+                    raise WorkerError(
                         f"a worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
                     )
                 self.ready: Any = self._connection.recv()  # what the job's `prepare` returned, or a problem as text
@@ -107,14 +110,14 @@ class Worker:
                 if status is None:
                     raise EOFError from None
                 problem = f"a worker ended with {status} while it imported its functions"
-                raise RewardError(f"{problem}; its standard error says why") from None
+                raise WorkerError(f"{problem}; its standard error says why") from None
             if isinstance(self.ready, str):
-                raise RewardError(self.ready)
+                raise WorkerError(self.ready)
             undo.pop_all()
 
     @property
     def has_ended(self) -> bool:
-        return bool(connection.wait([self._status_fd], 0))
+        return self._is_killed or bool(connection.wait([self._status_fd], 0))
 
     def run(self, request: Any, deadline_s: float) -> Any:
         """Send a request, and return the reply. Past the deadline, kill the process and return None.
@@ -143,10 +146,9 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process if it has not ended, and everything that it started, without waiting."""
-        if self._is_killed:
-            return
+        if not self._is_killed:
+            kill_session(self.pid, has_ended=self.has_ended)
         self._is_killed = True
-        kill_session(self.pid, has_ended=self.has_ended)
 
     def close(self) -> None:
         """Kill the process, and close the pipes."""
@@ -168,18 +170,112 @@ class Worker:
         self.kill()
         with contextlib.suppress(EOFError):
             if connection.wait([self._status_fd], _END_LIMIT_S):
-                status = forkserver.read_signed(self._status_fd)
-                return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+                return describe_status(forkserver.read_signed(self._status_fd))
         return None
 
 
-def start_worker(server: ForkServer, job: "ForkedJob") -> Worker:
-    """Fork a worker, and wait until it is ready. If the fork server has ended, try again. Raise RewardError."""
-    for _ in range(_MAX_STARTS):
-        with contextlib.suppress(OSError, EOFError):
-            return Worker(server, job)
-        time.sleep(_PAUSE_S)  # the next attempt restarts the fork server
-    raise RewardError("the process that forks them has ended; its standard error says why")
+class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
+    """Warm workers for one job. A worker that ends or is killed is replaced. Thread-safe.
+
+    After a failure, no worker starts. `what` names the workers in its text. `preload`: modules that are imported once,
+    for all of them.
+    """
+
+    def __init__(self, what: str, job: "ForkedJob", preload: Sequence[str] = ()) -> None:
+        self.job = job  # of the next worker
+        self.workers: list[Worker] = []  # all that live
+        self.failure: str | None = None
+        self.changed = threading.Condition()  # guards all fields, and those of subclasses
+        self._what = what
+        self._idle: list[Worker] = []
+        self._servers = [ForkServer(preload)]
+        self._threads: list[threading.Thread] = []
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def lend(self, server: ForkServer | None = None) -> Iterator[Worker]:
+        """Lend an idle worker, or else a new one. Raises WorkerError if it cannot start."""
+        with self.changed:
+            worker = self._idle.pop() if self._idle else None
+        while worker is None or worker.has_ended:
+            self._close(worker)
+            worker = self._start(server or self._servers[0])
+        try:
+            yield worker
+        finally:
+            if worker.has_ended:
+                self._close(worker)
+            else:
+                with self.changed:
+                    self._idle.append(worker)
+
+    def keep(
+        self,
+        drive: Callable[[Worker], None],
+        is_wanted: Callable[[], object] = lambda: True,
+        *,
+        has_server: bool = False,
+    ) -> None:
+        """Start a thread that passes a worker to `drive`, and another whenever `drive` returns.
+
+        It starts one if `is_wanted()`, which may change when `changed` is notified. `has_server`: its workers may kill
+        their fork server, so they share none.
+        """
+        server = ForkServer() if has_server else self._servers[0]
+        self._servers.append(server)
+        thread = threading.Thread(target=self._keep, args=(drive, is_wanted, server), name=self._what, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def fail(self, text: str) -> None:
+        """Start no more workers, for this reason."""
+        with self.changed:
+            self.failure = self.failure or text
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """End all workers, busy or not, and wait until they have ended. May be called twice."""
+        self.fail(f"the {self._what} are closed")
+        for server in self._servers:
+            server.close()
+        for thread in self._threads:
+            thread.join()
+        while self._idle:
+            self._close(self._idle.pop())
+
+    def _keep(self, drive: Callable[[Worker], None], is_wanted: Callable[[], object], server: ForkServer) -> None:
+        try:
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.failure or is_wanted())
+                if self.failure:
+                    return
+                with self.lend(server) as worker:
+                    drive(worker)
+        except WorkerError as error:
+            self.fail(f"{self._what} cannot start: {error}")
+        except Exception as error:
+            self.fail(f"a thread of the {self._what} ended with {type(error).__name__}: {error}")
+
+    def _start(self, server: ForkServer) -> Worker:
+        """Fork a worker, and wait until it is ready. If the fork server has ended, try again."""
+        for _ in range(_MAX_STARTS):
+            with contextlib.suppress(OSError, EOFError):
+                worker = Worker(server, self.job)
+                with self.changed:
+                    self.workers.append(worker)
+                    self.changed.notify_all()
+                return worker
+            time.sleep(_PAUSE_S)  # the next attempt restarts the fork server
+        raise WorkerError("the process that forks them has ended; its standard error says why")
+
+    def _close(self, worker: Worker | None) -> None:
+        if worker is not None:
+            with self.changed:
+                self.workers.remove(worker)
+            worker.close()
 
 
 @dataclass(frozen=True)
@@ -224,6 +320,10 @@ class ForkedJob:
             owner.send(ready)
             serve(owner)
         return 0
+
+
+def describe_status(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
 
 
 def describe_error(error: BaseException) -> str:
