@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from grpo_mega import config
-from grpo_mega.cli.commands.config import find_keys
+from grpo_mega.cli.commands.config import find_keys, run
+from grpo_mega.cli.commands.options import KeyOptions
 from grpo_mega.config import data as config_data
+from grpo_mega.config.base import free_keys
 from grpo_mega.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"run_dir": "runs/a", "steps": 10, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
@@ -447,6 +449,16 @@ def test_a_wrong_include_is_one_line(tmp_path: Path, included: str, text: str, p
         config.load(path)
     (line,) = raised.value.lines
     assert line.endswith(problem.format(path))
+
+
+def test_a_key_says_whether_a_resume_may_change_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for key, is_free in (("optimizer.lr", True), ("layout.tp", True), ("optimizer.betas", False), ("seed", False)):
+        run(KeyOptions(key=key))
+        head, *_ = capsys.readouterr().out.splitlines()
+        assert head.endswith("; may change on resume") == is_free, head
+    keys = set(free_keys(config.Config))
+    assert len(keys) > 50 and {"steps", "rollout.tp", "algorithm.kl_beta"} < keys
+    assert not keys & {"seed", "model", "data", "optimizer.betas", "algorithm.group_size"}
 
 
 def test_a_folder_in_place_of_a_config_is_an_error_with_what_to_name(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from grpo_mega.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    free,
 )
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -154,7 +155,7 @@ class AlgorithmConfig(Section):
         description="How the loss of tokens is averaged over sequences and the mini-batch.",
     )
     group_size: Annotated[int, Field(ge=2, le=100_000)] = Field(default=16, description="Number of samples per prompt.")
-    kl_beta: NonNegativeFloat = Field(
+    kl_beta: NonNegativeFloat = free(
         default=0.0, description="Weight of the KL penalty against the reference. 0 needs no reference."
     )
     kl_in: Literal["loss", "reward"] = Field(
@@ -164,17 +165,17 @@ class AlgorithmConfig(Section):
     kl_penalty_type: KLPenalty = Field(
         default="low_var_kl", description="Estimator of the KL divergence per token. low_var_kl is k3."
     )
-    kl_clamp: PositiveFloat | None = Field(
+    kl_clamp: PositiveFloat | None = free(
         default=KL_CLAMP, description="Upper bound per token of low_var_kl and kl/mean, in nats. None sets no bound."
     )
-    kl_target: PositiveFloat | None = Field(
+    kl_target: PositiveFloat | None = free(
         default=None,
         description=(
             "Adapt kl_beta after each step so that kl/mean approaches this value, in nats per token. None keeps "
             "kl_beta."
         ),
     )
-    kl_horizon: PositiveFloat = Field(
+    kl_horizon: PositiveFloat = free(
         default=10000.0,
         description="Number of samples that sets how fast kl_beta adapts: by at most 0.2 / kl_horizon per sample.",
     )
@@ -196,17 +197,17 @@ class AlgorithmConfig(Section):
         default=1, description="Delta degrees of freedom: the variance divides by group_size - std_ddof."
     )
     std_eps: NonNegativeFloat = Field(default=1e-6, description="Number that is added to the standard deviation.")
-    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(
+    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = free(
         default=0.2,
         description="Clip the importance ratio to 1 - eps .. 1 + eps. With gmpo it bounds the logarithm of the ratio.",
     )
-    ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = free(
         default=None, description="Clip range below 1. None uses ratio_clip_eps."
     )
-    ratio_clip_eps_high: PositiveFloat | None = Field(
+    ratio_clip_eps_high: PositiveFloat | None = free(
         default=None, description="Clip range above 1. None uses ratio_clip_eps."
     )
-    ratio_clip_c: Annotated[float, Field(gt=1, le=MAX_NUMBER)] = Field(
+    ratio_clip_c: Annotated[float, Field(gt=1, le=MAX_NUMBER)] = free(
         default=3.0, description="With dual_clip, the upper bound of the importance ratio for negative advantages."
     )
     sapo_tau_positive: PositiveFloat = Field(
@@ -230,7 +231,7 @@ class AlgorithmConfig(Section):
     pass_k: Annotated[int, Field(ge=2, le=100_000)] | None = Field(
         default=None, description="With pass_at_k, the k. None uses group_size."
     )
-    positive_nll: NonNegativeFloat = Field(
+    positive_nll: NonNegativeFloat = free(
         default=0.0, description="Weight of the negative log-likelihood of right answers. 0 turns it off."
     )
     positive_above: Number = Field(
@@ -251,15 +252,13 @@ class AlgorithmConfig(Section):
             "KL(teacher || policy) over the vocabulary to the loss."
         ),
     )
-    calculate_entropy: bool = Field(default=False, description="Compute the entropy of the policy for the metrics.")
-    entropy_bonus: Number = Field(
-        default=0.0, description="Weight of the entropy in the loss. Needs calculate_entropy."
-    )
+    calculate_entropy: bool = free(default=False, description="Compute the entropy of the policy for the metrics.")
+    entropy_bonus: Number = free(default=0.0, description="Weight of the entropy in the loss. Needs calculate_entropy.")
     normalize_advantages: bool = Field(
         default=False,
         description="Whiten advantages over all tokens of the rollout after the normalization within groups.",
     )
-    early_stop_imp_ratio: PositiveFloat | None = Field(
+    early_stop_imp_ratio: PositiveFloat | None = free(
         default=None, description="Skip a mini-batch whose mean importance ratio exceeds this value. None skips none."
     )
     use_valid_token_scale: bool = Field(
@@ -289,7 +288,7 @@ class AlgorithmConfig(Section):
             "conversations that a limit ended, also of turns or time."
         ),
     )
-    correction: CorrectionConfig = Field(
+    correction: CorrectionConfig = free(
         default=CorrectionConfig(), description="Corrections for samples from another policy than the current one."
     )
 

@@ -8,7 +8,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic.fields import FieldInfo
 
 from grpo_mega.paths import user_path
 
@@ -38,6 +39,7 @@ def check_named(path: Path) -> Path:
 
 # Text in YAML; ~ is the user's home.
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(check_named), AfterValidator(user_path)]
+_FREE: dict[str, JsonValue] = {"free_on_resume": True}
 LIST = Field(strict=False)  # a tuple that is a list in YAML
 
 
@@ -64,6 +66,28 @@ def inner_section(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((section for inner in get_args(annotation) if (section := inner_section(inner))), None)
+
+
+def free(**settings: Any) -> Any:
+    """Return the Field of a key that a resume may change: where and how fast a run is, or how it is kept healthy.
+
+    Any other key would make it another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
+    """
+    return Field(**settings, json_schema_extra=_FREE)
+
+
+def is_free(field: FieldInfo) -> bool:
+    return field.json_schema_extra is _FREE
+
+
+def free_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the keys that a resume may change. A section stands for its keys."""
+    for name, field in section.model_fields.items():
+        inner = inner_section(field.annotation)
+        if is_free(field):
+            yield f"{prefix}{name}"
+        elif inner is not None:
+            yield from free_keys(inner, f"{prefix}{name}.")
 
 
 class Section(BaseModel):

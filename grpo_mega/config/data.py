@@ -26,6 +26,7 @@ from grpo_mega.config.base import (
     Seconds,
     Section,
     check_named,
+    free,
 )
 from grpo_mega.text import find_surrogate
 
@@ -125,7 +126,7 @@ class DataConfig(Section):
         default=2048,
         description="Used by sft. Maximum number of tokens in a row. Longer rows are dropped and counted.",
     )
-    epochs: PositiveFloat | None = Field(
+    epochs: PositiveFloat | None = free(
         default=None, description="Used by sft. Number of passes over the training rows, in place of steps."
     )
     shuffle: bool = Field(default=True, description="Shuffle the training prompts in every epoch.")
@@ -265,14 +266,14 @@ class RewardsConfig(Section):
             "Kill a worker whose call takes longer than this many seconds. The sample is then scored as a timeout."
         ),
     )
-    refresh_command: str | None = Field(
+    refresh_command: str | None = free(
         default=None,
         description=(
             "Shell command that continues the training of the reward model between iterations "
             "(algorithm.ref_model_sync_steps). None runs no command."
         ),
     )
-    refresh_deadline_s: Seconds = Field(default=14400.0, description="Maximum number of seconds of refresh_command.")
+    refresh_deadline_s: Seconds = free(default=14400.0, description="Maximum number of seconds of refresh_command.")
     step_splitter: str = Field(
         default="blank-lines",
         description=(

@@ -16,35 +16,36 @@ from grpo_mega.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    free,
 )
 
 
 class OptimizerConfig(Section):
-    lr: PositiveFloat = Field(default=1e-6, description="Peak learning rate.")
-    min_lr: NonNegativeFloat = Field(
+    lr: PositiveFloat = free(default=1e-6, description="Peak learning rate.")
+    min_lr: NonNegativeFloat = free(
         default=0.0, description="Learning rate at the end of the linear or cosine schedule."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    schedule: Literal["constant", "linear", "cosine"] = free(
         default="constant", description="Schedule of the learning rate after the warm-up."
     )
-    warmup_steps: NonNegativeInt = Field(
+    warmup_steps: NonNegativeInt = free(
         default=0, description="Number of optimizer steps in which the learning rate rises linearly to lr."
     )
-    weight_decay: NonNegativeFloat = Field(
+    weight_decay: NonNegativeFloat = free(
         default=0.0, description="Decoupled weight decay of matrices and embeddings. Norms and biases have none."
     )
     betas: Annotated[tuple[Momentum, Momentum], LIST] = Field(
         default=(0.9, 0.95), description="Decay rates of Adam's two moments."
     )
     eps: PositiveFloat = Field(default=1e-8, description="Number that Adam adds to the denominator.")
-    clip_grad: NonNegativeFloat = Field(
+    clip_grad: NonNegativeFloat = free(
         default=1.0, description="Maximum global L2 norm of the gradient. 0 does not clip."
     )
     moments_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam.",
     )
-    cpu_offload: bool = Field(
+    cpu_offload: bool = free(
         default=False,
         description=(
             "Keep Adam's float32 masters and moments in host memory, and take optimizer steps on the CPU (Megatron's "
@@ -150,14 +151,14 @@ class ModelConfig(Section):
         default=None,
         description="Folder of a PEFT adapter to start from, with the numbers of lora. None starts a new adapter.",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: Literal["none", "selective", "full"] = free(
         default="none",
         description=(
             "Activations to recompute in the backward pass to save memory. selective recomputes the parts in "
             "recompute_modules, full recomputes whole layers."
         ),
     )
-    recompute_modules: Annotated[tuple[RecomputedPart, ...], LIST] | None = Field(
+    recompute_modules: Annotated[tuple[RecomputedPart, ...], LIST] | None = free(
         default=None,
         description=(
             "Parts of a layer that recompute=selective recomputes. None selects mlp and moe, and without Transformer "
@@ -165,7 +166,7 @@ class ModelConfig(Section):
             "norms that Transformer Engine fuses into a linear layer."
         ),
     )
-    recompute_num_layers: PositiveInt | None = Field(
+    recompute_num_layers: PositiveInt | None = free(
         default=None,
         description=(
             "With recompute=full, recompute only this many layers of each model chunk, the first ones. None recomputes "
@@ -173,11 +174,11 @@ class ModelConfig(Section):
         ),
     )
     router: RouterConfig = Field(default=RouterConfig(), description="Training of the routers of MoE models.")
-    grouped_experts: bool | None = Field(
+    grouped_experts: bool | None = free(
         default=None,
         description="Compute all experts of a layer in one grouped GEMM. On with Transformer Engine if unset.",
     )
-    fused_permutation: bool | None = Field(
+    fused_permutation: bool | None = free(
         default=None,
         description="Use fused kernels to send tokens to their experts and back. On with Transformer Engine if unset.",
     )
@@ -305,7 +306,7 @@ class PrecisionConfig(Section):
         default="max",
         description="Maximum to scale by with fp8_recipe=delayed: the largest or the most recent one of the history.",
     )
-    guard: GuardConfig = Field(
+    guard: GuardConfig = free(
         default=GuardConfig(), description="Detection of spikes in gradient norms, and fallback from FP8 to bf16."
     )
 

@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
+from grpo_mega.config.base import (
+    LIST,
+    Fraction,
+    NonNegativeInt,
+    NumRanks,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    free,
+)
 
 BUILT_IN_TOOLS = {"python": "grpo_mega.rewards.code.python"}  # functions of rollout.tools by name
 
@@ -20,12 +30,12 @@ class RolloutConfig(Section):
         default="embedded",
         description="What generates: embedded runs inside the trainer's ranks, sglang starts SGLang servers.",
     )
-    tp: NumRanks = Field(
+    tp: NumRanks = free(
         default=1,
         description="Ranks per engine: rank r belongs to engine r // tp. Must be 1 for the embedded engine.",
     )
-    ep: NumRanks = Field(default=1, description="Expert-parallel size inside an engine. Must divide tp.")
-    placement: Literal["colocated", "separate"] = Field(
+    ep: NumRanks = free(default=1, description="Expert-parallel size inside an engine. Must divide tp.")
+    placement: Literal["colocated", "separate"] = free(
         default="colocated",
         description=(
             "colocated generates and trains on the same ranks in turns. separate generates on layout.engine_ranks"
@@ -51,7 +61,7 @@ class RolloutConfig(Section):
             "the tokenizer. Rewards see the text of a token that is named only here."
         ),
     )
-    max_concurrent: PositiveInt = Field(
+    max_concurrent: PositiveInt = free(
         default=256, description="Maximum number of sequences that an engine decodes at once."
     )
     oversample: Annotated[float, Field(ge=1, le=1000)] = Field(
@@ -69,14 +79,14 @@ class RolloutConfig(Section):
             "preferred. Needs oversample > 1. Use algorithm.recipe=partial to correct for it."
         ),
     )
-    max_staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = free(
         default=2,
         description=(
             "Maximum number of policy updates between a group's first token and its training step. Used with "
             "partial and with placement=separate, where 1 runs one step ahead and 0 alternates."
         ),
     )
-    longest_first: bool = Field(
+    longest_first: bool = free(
         default=False,
         description=(
             "Start one sample per group as a length probe, then start the remaining samples of the groups with "
@@ -84,7 +94,7 @@ class RolloutConfig(Section):
             "group are similar. Does not change any sample."
         ),
     )
-    dtype: Literal["float32", "bfloat16"] | None = Field(
+    dtype: Literal["float32", "bfloat16"] | None = free(
         default=None, description="Dtype of the engine's weights and computation. None uses model.dtype."
     )
     quantization: Literal["fp8"] | None = Field(
@@ -93,59 +103,59 @@ class RolloutConfig(Section):
             "Quantization of the engine's linear layers. fp8 sends them in blocks of 128 x 128, None does not quantize."
         ),
     )
-    routing_replay: bool | Literal["reference"] = Field(
+    routing_replay: bool | Literal["reference"] = free(
         default=False,
         description=(
             "Train each token of an MoE model with the experts that the engine chose for it (R3). reference "
             "replays them in the reference too."
         ),
     )
-    cache_tokens: PositiveInt | None = Field(
+    cache_tokens: PositiveInt | None = free(
         default=None,
         description=(
             "Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what "
             "fits on a GPU."
         ),
     )
-    memory_fraction: Fraction | None = Field(
+    memory_fraction: Fraction | None = free(
         default=None,
         description=(
             "Share of GPU memory for the weights and KV cache of an SGLang server. None uses the server's default."
         ),
     )
-    sleep: Literal["auto", "always", "never"] = Field(
+    sleep: Literal["auto", "always", "never"] = free(
         default="auto",
         description=(
             "Whether an SGLang server frees its GPU memory while the trainer runs. auto frees it unless both fit."
         ),
     )
-    max_restarts: NonNegativeInt = Field(
+    max_restarts: NonNegativeInt = free(
         default=3,
         description="Maximum number of restarts per SGLang server and run. The run then stops with a checkpoint.",
     )
-    start_deadline_s: Seconds = Field(
+    start_deadline_s: Seconds = free(
         default=900.0, description="Maximum number of seconds until an SGLang server answers after its start."
     )
-    stall_deadline_s: Seconds = Field(
+    stall_deadline_s: Seconds = free(
         default=60.0,
         description=(
             "Restart an SGLang server that has neither finished a sample nor answered a health check for this "
             "many seconds."
         ),
     )
-    phase_deadline_s: Seconds = Field(
+    phase_deadline_s: Seconds = free(
         default=14400.0, description="Maximum number of seconds of one generation phase of an SGLang server."
     )
-    mismatch_warn: PositiveFloat = Field(
+    mismatch_warn: PositiveFloat = free(
         default=0.02, description="Warn if the KL (k3) between engine and trainer exceeds this many nats per token."
     )
-    mismatch_stop: PositiveFloat | None = Field(
+    mismatch_stop: PositiveFloat | None = free(
         default=1.0,
         description=(
             "Stop the run if the KL (k3) between engine and trainer exceeds this many nats per token. None never stops."
         ),
     )
-    server_args: dict[str, str | int | float | bool] = Field(
+    server_args: dict[str, str | int | float | bool] = free(
         default={}, description="Additional arguments of the SGLang server, by SGLang's names."
     )
     agent: str | None = Field(
@@ -165,13 +175,13 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = Field(
         default=8, description="Maximum number of assistant turns in a sample. Used with agent or tools."
     )
-    tool_timeout_s: Seconds = Field(
+    tool_timeout_s: Seconds = free(
         default=30.0, description="Maximum number of seconds of one tool call. The model is told that a call was late."
     )
-    agent_timeout_s: Seconds = Field(
+    agent_timeout_s: Seconds = free(
         default=600.0, description="Maximum number of seconds of one sample's conversation, generation included."
     )
-    agent_workers: PositiveInt = Field(
+    agent_workers: PositiveInt = free(
         default=1, description="Number of processes per engine that run agents and tools, each for many samples."
     )
     tool_format: Literal["auto", "hermes", "glm45", "qwen3_coder", "llama3", "mistral"] = Field(

@@ -25,6 +25,7 @@ from grpo_mega.config.base import (
     Seconds,
     Section,
     any_divisor,
+    free,
     tokens_on_rank,
 )
 from grpo_mega.config.data import DataConfig, RewardsConfig
@@ -127,7 +128,7 @@ class BatchConfig(Section):
         default=1, description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."
     )
     epochs: PositiveInt = Field(default=1, description="Number of passes over the rollout.")
-    tokens_per_micro_batch: PositiveInt = Field(
+    tokens_per_micro_batch: PositiveInt = free(
         default=16384, description="Maximum number of tokens in one forward and backward pass on each rank."
     )
     share_prompts: bool = Field(
@@ -240,20 +241,20 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    run_dir: FilePath = Field(
+    run_dir: FilePath = free(
         description="Folder of the run: config, checkpoints, metrics, samples, report and exported model."
     )
-    steps: PositiveInt = Field(description="Number of steps to train. A step is one rollout and its optimizer steps.")
+    steps: PositiveInt = free(description="Number of steps to train. A step is one rollout and its optimizer steps.")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=0, description="Seed of sampling, data order and random weights."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Literal["auto", "cpu", "cuda"] = free(
         default="auto",
         description=(
             "Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."
         ),
     )
-    code_dir: FilePath | None = Field(
+    code_dir: FilePath | None = free(
         default=None,
         description=(
             "Folder to search for your own functions after the current folder. Without this key, a config file uses "
@@ -265,14 +266,12 @@ class Config(Section):
         default={}, description="Teachers to distil from, by name. Used with algorithm.distill_beta."
     )
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="FP8 training.")
-    layout: LayoutConfig = Field(
+    layout: LayoutConfig = free(
         default=LayoutConfig(), description="How ranks share the model, the sequences and the data."
     )
     data: DataConfig = Field(description="Data sets and their columns.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="How responses are generated.")
-    sync: SyncConfig = Field(
-        default=SyncConfig(), description="The transfer of weights from the trainer to the engine."
-    )
+    sync: SyncConfig = free(default=SyncConfig(), description="The transfer of weights from the trainer to the engine.")
     algorithm: AlgorithmConfig = Field(
         default=AlgorithmConfig(), description="Advantages, loss, KL penalty and corrections."
     )
@@ -281,19 +280,19 @@ class Config(Section):
         default=BatchConfig(), description="How a rollout is split into optimizer steps and micro-batches."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate.")
-    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation on held-out prompts.")
-    checkpoint: CheckpointConfig = Field(
+    eval: EvalConfig = free(default=EvalConfig(), description="Evaluation on held-out prompts.")
+    checkpoint: CheckpointConfig = free(
         default=CheckpointConfig(), description="When checkpoints are saved, and how many are kept."
     )
-    log: LogConfig = Field(default=LogConfig(), description="Logs, samples, the report and traces.")
-    hang_deadline_s: Seconds = Field(
+    log: LogConfig = free(default=LogConfig(), description="Logs, samples, the report and traces.")
+    hang_deadline_s: Seconds = free(
         default=480.0,
         description=(
             "Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add "
             "it to this one."
         ),
     )
-    max_nonfinite_steps: PositiveInt = Field(
+    max_nonfinite_steps: PositiveInt = free(
         default=3, description="Stop the run after this many consecutive steps with a non-finite loss or gradient."
     )
 
