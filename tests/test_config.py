@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from grpo_mega import config
-from grpo_mega.cli.commands.config import find_keys
+from grpo_mega.cli.commands.config import find_keys, run
+from grpo_mega.cli.commands.options import KeyOptions
 from grpo_mega.config import data as config_data
+from grpo_mega.config.base import free_keys, walk
 from grpo_mega.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"run_dir": "runs/a", "steps": 10, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
@@ -98,7 +100,7 @@ def test_the_token_budget_is_per_context_parallel_rank(tmp_path: Path) -> None:
 
 def test_dropped_tokens_cannot_be_replayed(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.router\.capacity_factor=2 drops tokens that rollout\.routing_replay sends"
+        ConfigError, match=r"rollout\.routing_replay=true conflicts with model\.router\.capacity_factor=2"
     ):
         load(tmp_path, ["model.router.capacity_factor=2", "rollout.routing_replay=true"])
 
@@ -189,10 +191,10 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("rollout.oversample=0.9", "rollout.oversample=0.9: must be at least 1; raise it"),
         (
             "rollout={longest_first: true, oversample: 1.5}",
-            "rollout.longest_first=true: must not be with oversample=1.5, because it aborts the groups that start last",
+            "rollout.longest_first=true needs rollout.partial=true or rollout.oversample=1.0, or short samples",
         ),
-        ("rollout={engine: sglang, tp: 4, ep: 3}", "rollout.ep=3 does not divide rollout.tp=4; use a divisor of it"),
-        ("rollout.ep=2", "rollout.ep=2 does not divide rollout.tp=1; use a divisor of it"),
+        ("rollout={engine: sglang, tp: 4, ep: 3}", "rollout.ep=3 does not divide rollout.tp=4; use 1, 2 or 4"),
+        ("rollout.ep=2", "rollout.ep=2 does not divide rollout.tp=1; use 1"),
         (
             "rollout.partial=true",
             "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25",
@@ -232,15 +234,30 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("rollout={tools: [a.b, a.b]}", "rollout.tools names 'a.b' twice; give it once"),
         ("rollout.max_turns=3", "rollout.max_turns=3 needs rollout.agent or rollout.tools; leave it out"),
         ("rollout.tool_format=hermes", "rollout.tool_format=hermes needs rollout.agent or rollout.tools; leave it"),
-        ("rollout={agent: a.b, tools: [a.c]}", "rollout.tools=('a.c',): must not be set with rollout.agent, which"),
-        ("rollout={tools: [a.b], oversample: 2}", "rollout.oversample=2.0: must not be set with rollout.tools, whose"),
-        ("rollout={agent: a.b, oversample: 2, partial: true}", "rollout.partial=true: must not be set with rollout."),
-        ("rollout={agent: a.b, longest_first: true}", "rollout.longest_first=true: must not be set with rollout.agent"),
         (
-            "rollout={agent: a.b, placement: separate}",
-            "rollout.placement=separate: must be colocated with",
+            "rollout={agent: a.b, tools: [a.c]}",
+            "rollout.tools=['a.c'] conflicts with rollout.agent=a.b, which has its own; leave tools out",
         ),
-        ("rollout={agent: a.b, routing_replay: true}", "rollout.routing_replay=true: must not be set with rollout.ag"),
+        (
+            "rollout={tools: [a.b], oversample: 2}",
+            "rollout.oversample=2.0 conflicts with rollout.tools=['a.b'], whose samples are generated whole;",
+        ),
+        (
+            "rollout={agent: a.b, oversample: 2}",
+            "rollout.oversample=2.0 conflicts with rollout.agent=a.b, whose samples are generated whole; leave",
+        ),
+        (
+            "rollout={agent: a.b, longest_first: true}",
+            "rollout.longest_first=true conflicts with rollout.agent=a.b, whose samples are generated whole;",
+        ),
+        (
+            "rollout={agent: a.b, placement: separate} --set layout.engine_ranks=1",
+            "rollout.placement=separate conflicts with rollout.agent=a.b",
+        ),
+        (
+            "rollout={agent: a.b, routing_replay: true}",
+            "rollout.routing_replay=true conflicts with rollout.agent=a.b, whose samples are generated whole;",
+        ),
         # values that contradict other values
         (
             "batch.mini_batches=5",
@@ -249,44 +266,44 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("batch.tokens_per_micro_batch=2000", "batch.tokens_per_micro_batch=2000 cannot hold the longest sample"),
         (
             "layout.sequence_parallel=true",
-            "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp",
+            "layout.sequence_parallel=true needs layout.tp > 1; set it, or leave sequence_parallel out",
         ),
         (
             "layout={cp: 2, dp: 3, ep: 4}",
-            "layout.ep=4: must divide tp * cp * dp / etp = 6; use 1, 2, 3 or 6",
+            "layout.ep=4 does not divide tp * cp * dp / etp = 6; use 1, 2, 3 or 6",
         ),
-        ("layout={tp: 4, etp: 3}", "layout.etp=3: must divide layout.tp=4; use 1, 2 or 4"),
+        ("layout={tp: 4, etp: 3}", "layout.etp=3 does not divide layout.tp=4; use 1, 2 or 4"),
         ("layout.cp_comm_type=all_gather", "layout.cp_comm_type='all_gather': must be 'p2p' or 'a2a'"),
         ("layout.cp_comm_type=a2a+p2p", "layout.cp_comm_type='a2a+p2p': must be 'p2p' or 'a2a'"),
-        ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),
+        ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1 or layout.vpp=1; set it, or leave vpp out"),
         ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
         (
             "algorithm.entropy_bonus=0.01",
-            "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both",
+            "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set it, or leave entropy_bonus",
         ),
         (
             "algorithm.correction={importance: icepop, mask: sequence}",
-            "algorithm.correction.mask='sequence': must be 'none' with algorithm.correction.importance='icepop'",
+            "algorithm.correction.mask=sequence conflicts with algorithm.correction.importance=icepop, whose",
         ),
         (
             "algorithm.correction={importance: icepop, max_importance: 5}",
-            "algorithm.correction.max_importance=5.0: must not be set with algorithm.correction.importance='icepop'",
+            "algorithm.correction.max_importance=5.0 conflicts with algorithm.correction.importance=icepop,",
         ),
         (
             "algorithm.correction={min_importance: 0.5}",
-            "algorithm.correction.min_importance=0.5 needs importance='token' or 'sequence'; set it, or leave it out",
+            "algorithm.correction.min_importance=0.5 needs algorithm.correction.importance=token or sequence;",
         ),
         (
             "algorithm.correction={importance: token, min_importance: 3}",
-            "algorithm.correction.min_importance=3.0 is above max_importance=2.0; lower it",
+            "algorithm.correction.min_importance=3.0 is above algorithm.correction.max_importance=2.0; lower it",
         ),
         (
             "algorithm.correction={batch_normalize: true}",
-            "algorithm.correction.batch_normalize=true needs an importance other",
+            "algorithm.correction.batch_normalize=true needs algorithm.correction.importance, whose weights it",
         ),
         (
             "algorithm.correction={reject: token_k2}",
-            "algorithm.correction.reject='token_k2' needs algorithm.correction.reject_above, its bound; set it",
+            "algorithm.correction.reject=token_k2 needs algorithm.correction.reject_above, its bound; set it,",
         ),
         (
             "algorithm.correction={reject_above: 1}",
@@ -298,20 +315,23 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ),
         (
             "algorithm={kl_in: reward, adv_type: gdpo}",
-            "algorithm.kl_in=reward: must be loss with algorithm.adv_type=gdpo; use",
+            "algorithm.kl_in=reward conflicts with algorithm.adv_type=gdpo; use kl_in=loss",
         ),
         (
             "algorithm.kl_target=0.1",
-            "algorithm.kl_target=0.1 needs algorithm.kl_beta > 0, the initial weight; set both",
+            "algorithm.kl_target=0.1 needs algorithm.kl_beta > 0, the initial weight; set it, or leave kl_target",
         ),
-        ("algorithm={adv_type: rloo, std_over: batch}", "algorithm.std_over=batch needs algorithm.adv_type=grpo and"),
+        (
+            "algorithm={adv_type: rloo, std_over: batch}",
+            "algorithm.std_over=batch needs algorithm.adv_type=grpo; use group",
+        ),
         (
             "algorithm={adv_type: grpo_leave_one_out, group_size: 2}",
-            "algorithm.group_size=2: must be at least 3 with algorithm.adv_type=grpo_leave_one_out",
+            "algorithm.group_size=2 conflicts with algorithm.adv_type=grpo_leave_one_out, which needs a",
         ),
         (
             "algorithm={adv_type: gdpo, overlong_buffer: 0.1}",
-            "algorithm.overlong_buffer=0.1: must be 0 with",
+            "algorithm.overlong_buffer=0.1 conflicts with algorithm.adv_type=gdpo; punish length by a reward",
         ),
         ("algorithm.pass_k=2", "algorithm.pass_k=2 needs algorithm.adv_type=pass_at_k; set it, or leave pass_k out"),
         (
@@ -320,8 +340,8 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ),
         ("algorithm.cov_share=0.1", "algorithm.cov_share=0.1 needs algorithm.loss_type=clip_cov or kl_cov; set it"),
         (
-            "algorithm={loss_type: kl_cov, cov_low: 2}",
-            "algorithm.cov_low and cov_high need algorithm.loss_type=clip_cov",
+            "algorithm={loss_type: kl_cov, cov_low: 2} --set batch.epochs=2",
+            "algorithm.cov_low=2.0 needs algorithm.loss_type=clip_cov; set it, or leave cov_low out",
         ),
         ("algorithm={loss_type: clip_cov, cov_kl: 2}", "algorithm.cov_kl=2.0 needs algorithm.loss_type=kl_cov; set it"),
         (
@@ -339,7 +359,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ),
         (
             "model.router={freeze: true, z_loss_coeff: 0.1}",
-            "model.router.z_loss_coeff=0.1 contradicts model.router.freeze=true; remove one of them",
+            "model.router.z_loss_coeff=0.1 conflicts with model.router.freeze=true; leave z_loss_coeff out",
         ),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
         ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: must be below 1; lower it"),
@@ -365,7 +385,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
 )
 def test_a_bad_value_is_named_in_one_line_with_a_valid_one(tmp_path: Path, override: str, problem: str) -> None:
     with pytest.raises(ConfigError, match="^" + re.escape(problem)) as caught:
-        load(tmp_path, [override])
+        load(tmp_path, override.split(" --set "))
     assert "\n" not in str(caught.value)
 
 
@@ -384,11 +404,15 @@ def test_a_file_that_is_no_config_is_a_one_line_error(tmp_path: Path, text: str,
 
 
 def test_all_broken_rules_of_values_and_sections_are_listed(tmp_path: Path) -> None:
-    overrides = ["steps=0", "optimizer.learning_rate=1", "layout.vpp=2", "layout.sequence_parallel=true", "eval.ks=[9]"]
-    with pytest.raises(ConfigError) as found:
-        load(tmp_path, overrides)
-    keys = [line.split()[0] for line in found.value.lines]
-    assert keys == ["steps=0:", "layout.sequence_parallel=true", "layout.vpp=2", "unknown", "eval.ks=[9]"]
+    """Rules about other keys come last."""
+    rules = ["layout.vpp=2", "layout.sequence_parallel=true", "batch.mini_batches=5"]
+    for overrides, keys in (
+        (["steps=0", "optimizer.learning_rate=1", "eval.ks=[9]"], ["steps=0:", "unknown", "eval.ks=[9]"]),
+        (rules, sorted(rules)),
+    ):
+        with pytest.raises(ConfigError) as found:
+            load(tmp_path, [*overrides, *rules])
+        assert sorted(line.split()[0] for line in found.value.lines) == sorted(keys)
 
 
 @pytest.mark.parametrize(
@@ -447,6 +471,45 @@ def test_a_wrong_include_is_one_line(tmp_path: Path, included: str, text: str, p
         config.load(path)
     (line,) = raised.value.lines
     assert line.endswith(problem.format(path))
+
+
+def test_a_key_says_whether_a_resume_may_change_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for key, is_free in (("optimizer.lr", True), ("layout.tp", True), ("optimizer.betas", False), ("seed", False)):
+        run(KeyOptions(key=key))
+        head, *_ = capsys.readouterr().out.splitlines()
+        assert head.endswith("; may change on resume") == is_free, head
+    keys = set(free_keys(config.Config))
+    assert len(keys) > 50 and {"steps", "rollout.tp", "algorithm.kl_beta"} < keys
+    assert not keys & {"seed", "model", "data", "optimizer.betas", "algorithm.group_size"}
+
+
+def test_a_key_shows_its_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    for key, rule in (
+        ("rollout.ep", "divides rollout.tp"),
+        ("algorithm.kl_target", "needs algorithm.kl_beta>0, the initial weight"),
+        ("batch.share_prompts", "excludes layout.cp"),
+        ("model.grouped_experts", "needs a model with experts"),
+    ):
+        run(KeyOptions(key=key))
+        assert f"    {rule}" in capsys.readouterr().out.splitlines()
+
+
+def test_every_rule_names_keys_and_their_values(tmp_path: Path) -> None:
+    """Conditions are texts, so a renamed key or value would be a rule that never applies."""
+    loaded = load(tmp_path, ["model.lora={}"])
+    kinds = {key.name: key.kind.split(" | ") for key in find_keys(config.Config)}
+    num_rules = 0
+    for name, *_, rules in walk(loaded):
+        for _, text in rules:
+            num_rules += 1
+            for term in text.partition(";")[0].partition(",")[0].split(" or "):
+                key, _, wanted = term.partition("=")
+                key = key.rstrip("!").partition(">")[0]
+                assert " " in term or key in kinds, (name, term)
+                known = {"true", "false", "null"} if "true" in kinds.get(key, ()) else set(kinds.get(key, ()))
+                for value in wanted.split("|") if wanted else ():
+                    assert value in known | {"null"} or value.replace(".", "").isdecimal(), (name, term)
+    assert num_rules > 100
 
 
 def test_a_folder_in_place_of_a_config_is_an_error_with_what_to_name(tmp_path: Path) -> None:

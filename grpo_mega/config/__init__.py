@@ -158,7 +158,7 @@ def _read_keys(path: Path) -> dict[str, Any]:
 
 
 def validate(raw: dict[str, Any]) -> Config:
-    """Return a Config from a nested dict. Raise ConfigError for all problems. The rules between sections come last."""
+    """Return a Config from a nested dict. Raise ConfigError for all problems. Rules between keys come last."""
     return Config.model_validate(raw)
 
 

@@ -26,8 +26,12 @@ from grpo_mega.config.base import (
     Seconds,
     Section,
     check_named,
+    free,
+    ruled,
 )
 from grpo_mega.text import find_surrogate
+
+_PASS_RATES = "data.pass_rates, the file of pass rates; write it with grpo-mega eval CONFIG --train-set"
 
 
 class DataSource(Section):
@@ -109,7 +113,8 @@ class DataConfig(Section):
             "first of completion and response that the data has."
         ),
     )
-    teacher_column: str | None = Field(
+    teacher_column: str | None = ruled(
+        needs="teachers, because its values name them",
         default=None,
         description=(
             "Column that names the teacher of each row, a key of teachers. None means that there is one teacher."
@@ -125,24 +130,30 @@ class DataConfig(Section):
         default=2048,
         description="Used by sft. Maximum number of tokens in a row. Longer rows are dropped and counted.",
     )
-    epochs: PositiveFloat | None = Field(
+    epochs: PositiveFloat | None = free(
         default=None, description="Used by sft. Number of passes over the training rows, in place of steps."
     )
     shuffle: bool = Field(default=True, description="Shuffle the training prompts in every epoch.")
-    replay_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.1, description="Share of samples from earlier iterations in the data for rewards.refresh_command."
+    replay_fraction: Annotated[float, Field(ge=0, le=1)] = ruled(
+        needs="rewards.refresh_command; leave it out",
+        default=0.1,
+        description="Share of samples from earlier iterations in the data for rewards.refresh_command.",
     )
-    pass_rates: FilePath | None = Field(
+    pass_rates: FilePath | None = ruled(
+        needs="data.min_pass_rate or data.max_pass_rate; set the former to 0.01, the latter to 0.99, or both",
         default=None,
         description=(
             "File with pass rates of the training prompts, from `grpo-mega eval --train-set --samples N --out FILE`."
         ),
     )
-    min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Drop training prompts with a lower pass rate. None drops none."
+    min_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = ruled(
+        needs=_PASS_RATES,
+        at_most="data.max_pass_rate",
+        default=None,
+        description="Drop training prompts with a lower pass rate. None drops none.",
     )
-    max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Drop training prompts with a higher pass rate. None drops none."
+    max_pass_rate: Annotated[float, Field(ge=0, le=1)] | None = ruled(
+        needs=_PASS_RATES, default=None, description="Drop training prompts with a higher pass rate. None drops none."
     )
 
     @property
@@ -166,26 +177,6 @@ class DataConfig(Section):
         return value if isinstance(value, (list, tuple)) else [value]
 
     def _problems(self) -> Iterator[str]:
-        low, high = self.min_pass_rate, self.max_pass_rate
-        has_file, needs_file = (
-            self.pass_rates is not None,
-            " needs data.pass_rates, the file of pass rates; write it with grpo-mega eval CONFIG --train-set",
-        )
-        yield from self._unmet(
-            "data.",
-            (
-                "pass_rates",
-                low is not None or high is not None,
-                (
-                    " needs a limit; set data.min_pass_rate, for example to 0.01, data.max_pass_rate, for example to"
-                    " 0.99, or both"
-                ),
-            ),
-            ("min_pass_rate", has_file, needs_file),
-            ("max_pass_rate", has_file, needs_file),
-        )
-        if low is not None and high is not None and low > high:
-            yield f"data.min_pass_rate={low} is above data.max_pass_rate={high}; lower it"
         paths = [source.path for source in self.train]
         if not paths:
             yield "data.train=[] is empty; name at least one data set"
@@ -265,14 +256,15 @@ class RewardsConfig(Section):
             "Kill a worker whose call takes longer than this many seconds. The sample is then scored as a timeout."
         ),
     )
-    refresh_command: str | None = Field(
+    refresh_command: str | None = free(
+        needs="algorithm.ref_model_sync_steps, iterations to run between",
         default=None,
         description=(
             "Shell command that continues the training of the reward model between iterations "
             "(algorithm.ref_model_sync_steps). None runs no command."
         ),
     )
-    refresh_deadline_s: Seconds = Field(default=14400.0, description="Maximum number of seconds of refresh_command.")
+    refresh_deadline_s: Seconds = free(default=14400.0, description="Maximum number of seconds of refresh_command.")
     step_splitter: str = Field(
         default="blank-lines",
         description=(

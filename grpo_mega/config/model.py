@@ -16,35 +16,51 @@ from grpo_mega.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    free,
+    ruled,
 )
+
+# Rules of several keys.
+_NO_LORA = "model.lora, which trains no router"
+_LINEAR = "linear attention, which computes decays from small matrices"
+_OPTIMIZER = (
+    "model.lora, whose optimizer is small",
+    "model.dtype=float32; use bfloat16",
+    "linear attention, some of whose weights are float32",
+)
+_TE = "Transformer Engine; install it, or leave it out"
+_FP8 = "precision.fp8; set it to hybrid or e4m3, or leave it out"
+_DELAYED = "precision.fp8_recipe=delayed, which leaves no layer in bf16; use tensorwise"
 
 
 class OptimizerConfig(Section):
-    lr: PositiveFloat = Field(default=1e-6, description="Peak learning rate.")
-    min_lr: NonNegativeFloat = Field(
-        default=0.0, description="Learning rate at the end of the linear or cosine schedule."
+    lr: PositiveFloat = free(default=1e-6, description="Peak learning rate.")
+    min_lr: NonNegativeFloat = free(
+        at_most="optimizer.lr", default=0.0, description="Learning rate at the end of the linear or cosine schedule."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    schedule: Literal["constant", "linear", "cosine"] = free(
         default="constant", description="Schedule of the learning rate after the warm-up."
     )
-    warmup_steps: NonNegativeInt = Field(
+    warmup_steps: NonNegativeInt = free(
         default=0, description="Number of optimizer steps in which the learning rate rises linearly to lr."
     )
-    weight_decay: NonNegativeFloat = Field(
+    weight_decay: NonNegativeFloat = free(
         default=0.0, description="Decoupled weight decay of matrices and embeddings. Norms and biases have none."
     )
     betas: Annotated[tuple[Momentum, Momentum], LIST] = Field(
         default=(0.9, 0.95), description="Decay rates of Adam's two moments."
     )
     eps: PositiveFloat = Field(default=1e-8, description="Number that Adam adds to the denominator.")
-    clip_grad: NonNegativeFloat = Field(
+    clip_grad: NonNegativeFloat = free(
         default=1.0, description="Maximum global L2 norm of the gradient. 0 does not clip."
     )
-    moments_dtype: Literal["float32", "bfloat16"] = Field(
+    moments_dtype: Literal["float32", "bfloat16"] = ruled(
+        excludes=(*_OPTIMIZER, "optimizer.cpu_offload, because torch's Adam takes the steps"),
         default="float32",
         description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam.",
     )
-    cpu_offload: bool = Field(
+    cpu_offload: bool = free(
+        excludes=(*_OPTIMIZER, "precision.fp8_parameters"),
         default=False,
         description=(
             "Keep Adam's float32 masters and moments in host memory, and take optimizer steps on the CPU (Megatron's "
@@ -53,15 +69,6 @@ class OptimizerConfig(Section):
         ),
     )
 
-    def _problems(self) -> Iterator[str]:
-        if self.min_lr > self.lr:
-            yield f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it"
-        if self.cpu_offload and self.moments_dtype != "float32":
-            yield (
-                f"optimizer.moments_dtype={self.moments_dtype}: must be float32 with optimizer.cpu_offload, because"
-                " torch's Adam takes the steps; leave one of them out"
-            )
-
 
 RecomputedPart = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"]
 
@@ -69,18 +76,25 @@ RecomputedPart = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"]
 class RouterConfig(Section):
     """Train the routers of MoE models; they compute in fp32. megatron/routers.py says how a loss is averaged."""
 
-    balancing: Literal["none", "aux_loss", "seq_aux_loss"] = Field(
+    balancing: Literal["none", "aux_loss", "seq_aux_loss"] = ruled(
+        excludes=_NO_LORA,
         default="none",
         description=(
             "Loss that penalizes uneven expert loads. aux_loss measures loads over a micro-batch, seq_aux_loss "
             "over a sample."
         ),
     )
-    aux_loss_coeff: NonNegativeFloat = Field(default=0.0, description="Coefficient of the balancing loss.")
-    z_loss_coeff: NonNegativeFloat = Field(
-        default=0.0, description="Coefficient of the z-loss, which penalizes large router logits."
+    aux_loss_coeff: NonNegativeFloat = ruled(
+        excludes=(_NO_LORA, "model.router.freeze"), default=0.0, description="Coefficient of the balancing loss."
     )
-    bias_update_rate: NonNegativeFloat = Field(
+    z_loss_coeff: NonNegativeFloat = ruled(
+        excludes=(_NO_LORA, "model.router.freeze"),
+        default=0.0,
+        description="Coefficient of the z-loss, which penalizes large router logits.",
+    )
+    bias_update_rate: NonNegativeFloat = ruled(
+        needs="a bias per expert; use balancing=seq_aux_loss",
+        excludes=(_NO_LORA, "model.router.freeze"),
         default=0.0,
         description=(
             "Change per optimizer step of the expert bias that some model families have. 0 keeps the bias fixed."
@@ -97,10 +111,6 @@ class RouterConfig(Section):
                 f"model.router.balancing={self.balancing} contradicts"
                 f" model.router.aux_loss_coeff={self.aux_loss_coeff:g}; set both or neither"
             )
-        moved = {name: getattr(self, name) for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate")}
-        for name, value in moved.items():
-            if self.freeze and value:
-                yield f"model.router.{name}={value:g} contradicts model.router.freeze=true; remove one of them"
 
 
 class LoraConfig(Section):
@@ -146,18 +156,20 @@ class ModelConfig(Section):
     lora: LoraConfig | None = Field(
         default=None, description="Train an adapter on frozen weights (LoRA). None trains all weights."
     )
-    adapter: FilePath | None = Field(
+    adapter: FilePath | None = ruled(
+        needs="model.lora; set its rank, alpha and targets",
         default=None,
         description="Folder of a PEFT adapter to start from, with the numbers of lora. None starts a new adapter.",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: Literal["none", "selective", "full"] = free(
         default="none",
         description=(
             "Activations to recompute in the backward pass to save memory. selective recomputes the parts in "
             "recompute_modules, full recomputes whole layers."
         ),
     )
-    recompute_modules: Annotated[tuple[RecomputedPart, ...], LIST] | None = Field(
+    recompute_modules: Annotated[tuple[RecomputedPart, ...], LIST] | None = free(
+        needs="model.recompute=selective",
         default=None,
         description=(
             "Parts of a layer that recompute=selective recomputes. None selects mlp and moe, and without Transformer "
@@ -165,19 +177,24 @@ class ModelConfig(Section):
             "norms that Transformer Engine fuses into a linear layer."
         ),
     )
-    recompute_num_layers: PositiveInt | None = Field(
+    recompute_num_layers: PositiveInt | None = free(
+        needs="model.recompute=full",
         default=None,
         description=(
             "With recompute=full, recompute only this many layers of each model chunk, the first ones. None recomputes "
             "all layers."
         ),
     )
-    router: RouterConfig = Field(default=RouterConfig(), description="Training of the routers of MoE models.")
-    grouped_experts: bool | None = Field(
+    router: RouterConfig = ruled(
+        needs="a model with experts", default=RouterConfig(), description="Training of the routers of MoE models."
+    )
+    grouped_experts: bool | None = free(
+        needs=("a model with experts", _TE),
         default=None,
         description="Compute all experts of a layer in one grouped GEMM. On with Transformer Engine if unset.",
     )
-    fused_permutation: bool | None = Field(
+    fused_permutation: bool | None = free(
+        needs=("a model with experts", _TE),
         default=None,
         description="Use fused kernels to send tokens to their experts and back. On with Transformer Engine if unset.",
     )
@@ -191,26 +208,11 @@ class ModelConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         parts = self.recompute_modules
-        if self.adapter is not None and self.lora is None:
-            yield f"model.adapter={self.adapter} needs model.lora; set its rank, alpha and targets"
-        trained = self.router.model_dump(exclude={"freeze", "capacity_factor"}, exclude_defaults=True)
-        for name, value in trained.items() if self.lora is not None else ():
-            yield f"model.router.{name}={value}: must not be with model.lora, which trains no router; remove one"
-        if parts is not None and self.recompute != "selective":
-            yield (
-                f"model.recompute_modules={list(parts)} needs model.recompute=selective; set it, or leave"
-                " recompute_modules out"
-            )
         if parts is not None and (not parts or len(set(parts)) < len(parts)):
             yield f"model.recompute_modules={list(parts)}: must name at least one part, each once; leave it out"
         if parts is not None and "moe_act" in parts and not self.grouped_experts:
             yield (
                 f"model.recompute_modules={list(parts)}: moe_act needs model.grouped_experts=true; set it, or use moe"
-            )
-        if self.recompute_num_layers is not None and self.recompute != "full":
-            yield (
-                f"model.recompute_num_layers={self.recompute_num_layers} needs model.recompute=full; set it, or leave"
-                " recompute_num_layers out"
             )
 
     @property
@@ -255,7 +257,9 @@ class GuardConfig(Section):
     history: Annotated[int, Field(ge=4, le=100_000)] = Field(
         default=32, description="Number of optimizer steps in the median of gradient norms."
     )
-    fall_back: bool = Field(
+    fall_back: bool = ruled(
+        needs=_FP8,
+        excludes=("precision.fp8_parameters", _DELAYED),
         default=False,
         description=(
             "With FP8, compute the outer decoder layers in bf16 after a spike, and all layers after another one."
@@ -270,7 +274,9 @@ class GuardConfig(Section):
 class PrecisionConfig(Section):
     """FP8 for the linear layers of attention and MLP; norms, router, embedding and output layer stay in model.dtype."""
 
-    fp8: Literal["e4m3", "hybrid"] | None = Field(
+    fp8: Literal["e4m3", "hybrid"] | None = ruled(
+        needs="precision.fp8_reference=true or precision.fp8_recipe=tensorwise|blockwise|mxfp8",
+        excludes=("model.dtype=float32", "model.lora, whose base computes in bf16", _LINEAR),
         default=None,
         description=(
             "FP8 format of the linear layers. hybrid uses e5m2 for gradients, None turns FP8 off. Needs "
@@ -284,59 +290,38 @@ class PrecisionConfig(Section):
             "recipes that it supports."
         ),
     )
-    first_layers_bf16: NonNegativeInt = Field(
-        default=0, description="Number of decoder layers at the start of the model that stay in bf16."
+    first_layers_bf16: NonNegativeInt = ruled(
+        needs=_FP8,
+        excludes=_DELAYED,
+        default=0,
+        description="Number of decoder layers at the start of the model that stay in bf16.",
     )
-    last_layers_bf16: NonNegativeInt = Field(
-        default=0, description="Number of decoder layers at the end of the model that stay in bf16."
+    last_layers_bf16: NonNegativeInt = ruled(
+        needs=_FP8,
+        excludes=_DELAYED,
+        default=0,
+        description="Number of decoder layers at the end of the model that stay in bf16.",
     )
-    fp8_reference: bool = Field(default=False, description="Compute the reference in FP8 too.")
-    fp8_parameters: bool = Field(
+    fp8_reference: bool = ruled(needs=_FP8, default=False, description="Compute the reference in FP8 too.")
+    fp8_parameters: bool = ruled(
+        needs=(_FP8, "precision.fp8_reference=true, because no bf16 weights are left"),
+        excludes="precision.fp8_recipe=mxfp8, whose weights stay in bf16",
         default=False,
         description=(
             "Store the weights in FP8 and gather them over data-parallel ranks in FP8. Master weights stay float32."
         ),
     )
     # These are Transformer Engine's defaults. Megatron's (1 and most_recent) saturate whenever a maximum grows.
-    fp8_amax_history_len: Annotated[int, Field(gt=0, le=1_000_000)] = Field(
-        default=1024, description="Number of past micro-batches whose maxima set the scale with fp8_recipe=delayed."
+    fp8_amax_history_len: Annotated[int, Field(gt=0, le=1_000_000)] = ruled(
+        needs=(_FP8, "precision.fp8_recipe=delayed, because only this recipe has a history"),
+        default=1024,
+        description="Number of past micro-batches whose maxima set the scale with fp8_recipe=delayed.",
     )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = Field(
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = ruled(
+        needs=(_FP8, "precision.fp8_recipe=delayed, because only this recipe has a history"),
         default="max",
         description="Maximum to scale by with fp8_recipe=delayed: the largest or the most recent one of the history.",
     )
-    guard: GuardConfig = Field(
+    guard: GuardConfig = free(
         default=GuardConfig(), description="Detection of spikes in gradient norms, and fallback from FP8 to bf16."
     )
-
-    def _problems(self) -> Iterator[str]:
-        if self.fp8 is None:
-            given = self.model_dump(exclude={"fp8", "fp8_recipe", "guard"}, exclude_defaults=True)
-            given |= {"guard.fall_back": True} if self.guard.fall_back else {}
-            for name, value in given.items():
-                yield f"precision.{name}={value} needs precision.fp8; set it to hybrid or e4m3, or leave {name} out"
-            return
-        if self.fp8_recipe != "delayed":
-            history = {"fp8_amax_history_len", "fp8_amax_compute_algo"}
-            for name, value in self.model_dump(include=history, exclude_defaults=True).items():
-                yield (
-                    f"precision.{name}={value} needs precision.fp8_recipe=delayed, because only this recipe has a"
-                    f" history; set it, or leave {name} out"
-                )
-        if self.fp8_parameters and self.fp8_recipe == "mxfp8":
-            yield (
-                "precision.fp8_parameters=true: must not be set with fp8_recipe='mxfp8', whose weights stay in bf16;"
-                " leave fp8_parameters out, or use blockwise or tensorwise"
-            )
-        if self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
-            yield (
-                "precision.fp8_parameters=true leaves no bf16 weights to compute with; set precision.fp8_reference=true"
-                " and precision.guard.fall_back=false, or leave fp8_parameters out"
-            )
-        if self.fp8_recipe == "delayed" and (
-            self.first_layers_bf16 or self.last_layers_bf16 or self.guard.fall_back or not self.fp8_reference
-        ):
-            yield (
-                "precision.fp8_recipe='delayed' cannot leave layers or the reference in bf16; use tensorwise, "
-                "or set fp8_reference=true, guard.fall_back=false and first_layers_bf16=last_layers_bf16=0"
-            )

@@ -10,29 +10,51 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
+from grpo_mega.config.base import (
+    LIST,
+    Fraction,
+    NonNegativeInt,
+    NumRanks,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    free,
+    ruled,
+)
 
 BUILT_IN_TOOLS = {"python": "grpo_mega.rewards.code.python"}  # functions of rollout.tools by name
+_AGENTS = "rollout.agent or rollout.tools, whose samples are generated whole"
+_OF_AGENTS = "rollout.agent or rollout.tools; leave it out"
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "sglang"] = Field(
+    engine: Literal["embedded", "sglang"] = ruled(
+        excludes="linear attention with experts; use embedded",
         default="embedded",
         description="What generates: embedded runs inside the trainer's ranks, sglang starts SGLang servers.",
     )
-    tp: NumRanks = Field(
+    tp: NumRanks = free(
+        needs="rollout.engine=sglang, because the embedded engine spans one rank",
         default=1,
         description="Ranks per engine: rank r belongs to engine r // tp. Must be 1 for the embedded engine.",
     )
-    ep: NumRanks = Field(default=1, description="Expert-parallel size inside an engine. Must divide tp.")
-    placement: Literal["colocated", "separate"] = Field(
+    ep: NumRanks = free(
+        divides="rollout.tp", default=1, description="Expert-parallel size inside an engine. Must divide tp."
+    )
+    placement: Literal["colocated", "separate"] = free(
+        excludes=_AGENTS,
         default="colocated",
         description=(
             "colocated generates and trains on the same ranks in turns. separate generates on layout.engine_ranks"
             " ranks while the others train."
         ),
     )
-    temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature.")
+    temperature: PositiveFloat = ruled(
+        excludes="a teacher's url, because servers return log-probs of given tokens only at temperature 1",
+        default=1.0,
+        description="Sampling temperature.",
+    )
     top_p: Fraction = Field(
         default=1.0,
         description=(
@@ -51,10 +73,12 @@ class RolloutConfig(Section):
             "the tokenizer. Rewards see the text of a token that is named only here."
         ),
     )
-    max_concurrent: PositiveInt = Field(
+    max_concurrent: PositiveInt = free(
         default=256, description="Maximum number of sequences that an engine decodes at once."
     )
-    oversample: Annotated[float, Field(ge=1, le=1000)] = Field(
+    oversample: Annotated[float, Field(ge=1, le=1000)] = ruled(
+        needs="rollout.placement=colocated or rollout.max_staleness=0, which set how much is started; leave it out",
+        excludes=_AGENTS,
         default=1.0,
         description=(
             "Start this many times batch.prompts_per_step prompts, and abort the rest when enough groups are "
@@ -62,21 +86,25 @@ class RolloutConfig(Section):
             "aborted_length)."
         ),
     )
-    partial: bool = Field(
+    partial: bool = ruled(
+        needs="rollout.oversample>1, or nothing is left to continue; use 1.25",
+        excludes=("rollout.placement=separate, which always continues", "rollout.max_staleness=0; raise it", _AGENTS),
         default=False,
         description=(
             "Keep aborted groups and resume them in the next step with the updated policy, so that no length is "
             "preferred. Needs oversample > 1. Use algorithm.recipe=partial to correct for it."
         ),
     )
-    max_staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = free(
         default=2,
         description=(
             "Maximum number of policy updates between a group's first token and its training step. Used with "
             "partial and with placement=separate, where 1 runs one step ahead and 0 alternates."
         ),
     )
-    longest_first: bool = Field(
+    longest_first: bool = free(
+        needs="rollout.partial=true or rollout.oversample=1.0, or short samples are always aborted",
+        excludes=_AGENTS,
         default=False,
         description=(
             "Start one sample per group as a length probe, then start the remaining samples of the groups with "
@@ -84,68 +112,73 @@ class RolloutConfig(Section):
             "group are similar. Does not change any sample."
         ),
     )
-    dtype: Literal["float32", "bfloat16"] | None = Field(
+    dtype: Literal["float32", "bfloat16"] | None = free(
         default=None, description="Dtype of the engine's weights and computation. None uses model.dtype."
     )
-    quantization: Literal["fp8"] | None = Field(
+    quantization: Literal["fp8"] | None = ruled(
+        excludes=("linear attention, which computes decays from small matrices", "latent attention in SGLang"),
         default=None,
         description=(
             "Quantization of the engine's linear layers. fp8 sends them in blocks of 128 x 128, None does not quantize."
         ),
     )
-    routing_replay: bool | Literal["reference"] = Field(
+    routing_replay: bool | Literal["reference"] = free(
+        needs="a model with experts",
+        excludes=("model.router.capacity_factor, which drops tokens that the engine sends to experts", _AGENTS),
         default=False,
         description=(
             "Train each token of an MoE model with the experts that the engine chose for it (R3). reference "
             "replays them in the reference too."
         ),
     )
-    cache_tokens: PositiveInt | None = Field(
+    cache_tokens: PositiveInt | None = free(
         default=None,
         description=(
             "Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what "
             "fits on a GPU."
         ),
     )
-    memory_fraction: Fraction | None = Field(
+    memory_fraction: Fraction | None = free(
         default=None,
         description=(
             "Share of GPU memory for the weights and KV cache of an SGLang server. None uses the server's default."
         ),
     )
-    sleep: Literal["auto", "always", "never"] = Field(
+    sleep: Literal["auto", "always", "never"] = free(
         default="auto",
         description=(
             "Whether an SGLang server frees its GPU memory while the trainer runs. auto frees it unless both fit."
         ),
     )
-    max_restarts: NonNegativeInt = Field(
+    max_restarts: NonNegativeInt = free(
         default=3,
         description="Maximum number of restarts per SGLang server and run. The run then stops with a checkpoint.",
     )
-    start_deadline_s: Seconds = Field(
+    start_deadline_s: Seconds = free(
         default=900.0, description="Maximum number of seconds until an SGLang server answers after its start."
     )
-    stall_deadline_s: Seconds = Field(
+    stall_deadline_s: Seconds = free(
         default=60.0,
         description=(
             "Restart an SGLang server that has neither finished a sample nor answered a health check for this "
             "many seconds."
         ),
     )
-    phase_deadline_s: Seconds = Field(
+    phase_deadline_s: Seconds = free(
         default=14400.0, description="Maximum number of seconds of one generation phase of an SGLang server."
     )
-    mismatch_warn: PositiveFloat = Field(
-        default=0.02, description="Warn if the KL (k3) between engine and trainer exceeds this many nats per token."
+    mismatch_warn: PositiveFloat = free(
+        at_most="rollout.mismatch_stop",
+        default=0.02,
+        description="Warn if the KL (k3) between engine and trainer exceeds this many nats per token.",
     )
-    mismatch_stop: PositiveFloat | None = Field(
+    mismatch_stop: PositiveFloat | None = free(
         default=1.0,
         description=(
             "Stop the run if the KL (k3) between engine and trainer exceeds this many nats per token. None never stops."
         ),
     )
-    server_args: dict[str, str | int | float | bool] = Field(
+    server_args: dict[str, str | int | float | bool] = free(
         default={}, description="Additional arguments of the SGLang server, by SGLang's names."
     )
     agent: str | None = Field(
@@ -155,26 +188,36 @@ class RolloutConfig(Section):
             "file.py:function. It runs once per sample. None generates one response per sample, or uses tools."
         ),
     )
-    tools: Annotated[tuple[str, ...], LIST] = Field(
+    tools: Annotated[tuple[str, ...], LIST] = ruled(
+        excludes="rollout.agent, which has its own",
         default=(),
         description=(
             "Python functions that the model may call, as module.function or file.py:function, with type hints and a "
             "docstring. python runs code in a sandbox. A sample ends with a turn that calls no tool."
         ),
     )
-    max_turns: PositiveInt = Field(
-        default=8, description="Maximum number of assistant turns in a sample. Used with agent or tools."
+    max_turns: PositiveInt = ruled(
+        needs=_OF_AGENTS,
+        default=8,
+        description="Maximum number of assistant turns in a sample. Used with agent or tools.",
     )
-    tool_timeout_s: Seconds = Field(
-        default=30.0, description="Maximum number of seconds of one tool call. The model is told that a call was late."
+    tool_timeout_s: Seconds = free(
+        needs=_OF_AGENTS,
+        default=30.0,
+        description="Maximum number of seconds of one tool call. The model is told that a call was late.",
     )
-    agent_timeout_s: Seconds = Field(
-        default=600.0, description="Maximum number of seconds of one sample's conversation, generation included."
+    agent_timeout_s: Seconds = free(
+        needs=_OF_AGENTS,
+        default=600.0,
+        description="Maximum number of seconds of one sample's conversation, generation included.",
     )
-    agent_workers: PositiveInt = Field(
-        default=1, description="Number of processes per engine that run agents and tools, each for many samples."
+    agent_workers: PositiveInt = free(
+        needs=_OF_AGENTS,
+        default=1,
+        description="Number of processes per engine that run agents and tools, each for many samples.",
     )
-    tool_format: Literal["auto", "hermes", "glm45", "qwen3_coder", "llama3", "mistral"] = Field(
+    tool_format: Literal["auto", "hermes", "glm45", "qwen3_coder", "llama3", "mistral"] = ruled(
+        needs=_OF_AGENTS,
         default="auto",
         description=(
             "How the model writes tool calls: hermes (<tool_call> and JSON, also Qwen 2.5 and 3), glm45 or qwen3_coder "
@@ -216,57 +259,8 @@ class RolloutConfig(Section):
         for name in self.server_args:
             if (problem := server_arg_problem(name)) is not None:
                 yield f"rollout.server_args.{name} {problem}; remove it"
-        if self.tp % self.ep:
-            yield f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it"
-        if self.partial and self.max_staleness == 0:
-            yield "rollout.max_staleness=0: must be at least 1 with rollout.partial; raise it, or leave partial out"
-        yield from self._unmet(
-            "rollout.",
-            ("tp", self.is_served, " needs rollout.engine=sglang; the embedded engine spans one rank"),
-            (
-                "partial",
-                not self.is_separate,
-                ": must not be with placement=separate (it always continues); leave it out",
-            ),
-            (
-                "oversample",
-                not (self.is_separate and self.keeps_unfinished),
-                (
-                    f": must be 1 with placement=separate and max_staleness={self.max_staleness}, because it sets how"
-                    " much is started; leave it out"
-                ),
-            ),
-            ("partial", self.oversample > 1, " needs rollout.oversample > 1, or nothing is left to continue; use 1.25"),
-            (
-                "longest_first",
-                self.oversample == 1 or self.keeps_unfinished,
-                (
-                    f": must not be with oversample={self.oversample}, because it aborts the groups that start last,"
-                    " here always the short ones; set partial=true, or leave one out"
-                ),
-            ),
-        )
         for name in {name for name in self.tools if self.tools.count(name) > 1}:
             yield f"rollout.tools names {name!r} twice; give it once"
-        key = "rollout.agent" if self.agent is not None else "rollout.tools"
-        unused, is_plain = " needs rollout.agent or rollout.tools; leave it out", not self.has_agents
-        kept = f": must not be set with {key}, whose samples are generated whole; leave it out"
-        yield from self._unmet(
-            "rollout.",
-            *((name, self.has_agents, unused) for name in ("max_turns", "tool_timeout_s", "agent_timeout_s")),
-            *((name, self.has_agents, unused) for name in ("agent_workers", "tool_format")),
-            ("partial", is_plain, kept),
-            ("oversample", is_plain or self.partial, kept),
-            ("longest_first", is_plain, kept),
-            ("placement", is_plain, f": must be colocated with {key}; leave it out"),
-            ("routing_replay", is_plain, f": must not be set with {key}; leave one out"),
-            ("tools", self.agent is None, ": must not be set with rollout.agent, which has its own; leave one out"),
-        )
-        if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
-            yield (
-                f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn};"
-                " raise it"
-            )
 
 
 class SyncConfig(Section):
@@ -277,7 +271,8 @@ class SyncConfig(Section):
     verify: bool = Field(
         default=True, description="Compare checksums of the engine's and the trainer's weights after every sync."
     )
-    lora: Literal["merged", "adapter"] | None = Field(
+    lora: Literal["merged", "adapter"] | None = ruled(
+        needs="model.lora; leave it out",
         default=None,
         description=(
             "What a sync sends with model.lora: all weights with the adapter merged, or only the adapter, for SGLang. "

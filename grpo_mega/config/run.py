@@ -25,6 +25,9 @@ from grpo_mega.config.base import (
     Seconds,
     Section,
     any_divisor,
+    broken_rules,
+    free,
+    ruled,
     tokens_on_rank,
 )
 from grpo_mega.config.data import DataConfig, RewardsConfig
@@ -34,13 +37,22 @@ from grpo_mega.errors import ConfigError
 
 
 class LayoutConfig(Section):
-    tp: NumRanks = Field(default=1, description="Tensor-parallel size.")
+    tp: NumRanks = ruled(
+        needs="layout.sequence_parallel=true or a dense model; set layout.sequence_parallel",
+        default=1,
+        description="Tensor-parallel size.",
+    )
     pp: NumRanks = Field(default=1, description="Pipeline-parallel size.")
-    vpp: NumRanks | None = Field(
+    vpp: NumRanks | None = ruled(
+        needs="layout.pp>1 or layout.vpp=1",
         default=None,
         description="Model chunks per pipeline rank, for the interleaved schedule. None or 1 does not interleave.",
     )
-    cp: NumRanks = Field(
+    cp: NumRanks = ruled(
+        excludes=(
+            "a sliding window; raise layout.tp or layout.pp instead",
+            "linear attention, which reads each sample from its start to its end on one rank",
+        ),
         default=1,
         description=(
             "Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."
@@ -53,7 +65,8 @@ class LayoutConfig(Section):
             "gives each rank all tokens of some heads."
         ),
     )
-    token_dispatcher: Literal["alltoall", "deepep", "hybridep"] = Field(
+    token_dispatcher: Literal["alltoall", "deepep", "hybridep"] = ruled(
+        needs="layout.ep>1 or layout.etp>1",
         default="alltoall",
         description="How tokens reach their experts. deepep and hybridep are DeepEP's kernels, not run on a GPU yet.",
     )
@@ -64,8 +77,11 @@ class LayoutConfig(Section):
         ),
     )
     ep: NumRanks = Field(default=1, description="Expert-parallel size of MoE models. Must divide tp * cp * dp / etp.")
-    etp: NumRanks = Field(default=1, description="Number of ranks that split each expert. Must divide tp.")
-    sequence_parallel: bool = Field(
+    etp: NumRanks = ruled(
+        divides="layout.tp", default=1, description="Number of ranks that split each expert. Must divide tp."
+    )
+    sequence_parallel: bool = ruled(
+        needs="layout.tp>1",
         default=False,
         description="Split the activations between tensor-parallel regions along the sequence. Needs tp > 1.",
     )
@@ -81,7 +97,8 @@ class LayoutConfig(Section):
     overlap_grad_reduce: bool = Field(
         default=False, description="Overlap the reduction of gradients with the backward pass."
     )
-    overlap_param_gather: bool = Field(
+    overlap_param_gather: bool = ruled(
+        needs="layout.overlap_grad_reduce=true",
         default=False,
         description="Overlap the gathering of parameters with the forward pass. Needs overlap_grad_reduce.",
     )
@@ -104,38 +121,37 @@ class LayoutConfig(Section):
         return self.num_trainers + self.engine_ranks
 
     def _problems(self) -> Iterator[str]:
-        if self.tp % self.etp:
-            yield f"layout.etp={self.etp}: must divide layout.tp={self.tp}; use {any_divisor(self.tp)}"
-        elif self.dp is not None and self.dp * self.cp * self.tp // self.etp % self.ep:
-            size = self.dp * self.cp * self.tp // self.etp
-            yield f"layout.ep={self.ep}: must divide tp * cp * dp / etp = {size}; use {any_divisor(size)}"
+        size = (self.dp or 0) * self.cp * self.tp // self.etp
+        if size % self.ep and not self.tp % self.etp:
+            yield f"layout.ep={self.ep} does not divide tp * cp * dp / etp = {size}; use {any_divisor(size)}"
         num_chunks = self.pp * (self.vpp or 1)
         if self.layers_per_chunk is not None and len(self.layers_per_chunk) != num_chunks:
             yield (
                 f"layout.layers_per_chunk={list(self.layers_per_chunk)} has {len(self.layers_per_chunk)} entries; "
                 f"give pp * vpp = {num_chunks}"
             )
-        yield from self._unmet(
-            "layout.",
-            ("sequence_parallel", self.tp > 1, " needs layout.tp > 1; set it to false or raise tp"),
-            ("vpp", self.pp > 1 or self.vpp == 1, " needs layout.pp > 1; leave vpp out or raise pp"),
-            ("token_dispatcher", self.ep * self.etp > 1, " needs layout.ep > 1 or layout.etp > 1; leave it out"),
-            ("overlap_param_gather", self.overlap_grad_reduce, " needs layout.overlap_grad_reduce=true"),
-        )
 
 
 class BatchConfig(Section):
     prompts_per_step: PositiveInt = Field(
         default=32, description="Number of prompts in a step, each with algorithm.group_size samples; rows in sft."
     )
-    mini_batches: PositiveInt = Field(
-        default=1, description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."
+    mini_batches: PositiveInt = ruled(
+        divides="batch.prompts_per_step",
+        default=1,
+        description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step.",
     )
     epochs: PositiveInt = Field(default=1, description="Number of passes over the rollout.")
-    tokens_per_micro_batch: PositiveInt = Field(
+    tokens_per_micro_batch: PositiveInt = free(
         default=16384, description="Maximum number of tokens in one forward and backward pass on each rank."
     )
-    share_prompts: bool = Field(
+    share_prompts: bool = ruled(
+        excludes=(
+            "layout.cp",
+            "rollout.agent or rollout.tools, which may change the prompt",
+            "a model with experts",
+            "a sliding window or linear attention",
+        ),
         default=False,
         description=(
             "Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. "
@@ -146,13 +162,6 @@ class BatchConfig(Section):
     @property
     def optimizer_steps(self) -> int:
         return self.mini_batches * self.epochs
-
-    def _problems(self) -> Iterator[str]:
-        if self.prompts_per_step % self.mini_batches:
-            yield (
-                f"batch.mini_batches={self.mini_batches} does not divide"
-                f" batch.prompts_per_step={self.prompts_per_step}; use {any_divisor(self.prompts_per_step)}"
-            )
 
 
 class EvalConfig(Section):
@@ -245,20 +254,20 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    run_dir: FilePath = Field(
+    run_dir: FilePath = free(
         description="Folder of the run: config, checkpoints, metrics, samples, report and exported model."
     )
-    steps: PositiveInt = Field(description="Number of steps to train. A step is one rollout and its optimizer steps.")
+    steps: PositiveInt = free(description="Number of steps to train. A step is one rollout and its optimizer steps.")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         default=0, description="Seed of sampling, data order and random weights."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: Literal["auto", "cpu", "cuda"] = free(
         default="auto",
         description=(
             "Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."
         ),
     )
-    code_dir: FilePath | None = Field(
+    code_dir: FilePath | None = free(
         default=None,
         description=(
             "Folder to search for your own functions after the current folder. Without this key, a config file uses "
@@ -266,18 +275,18 @@ class Config(Section):
         ),
     )
     model: ModelConfig = Field(description="The policy, and how its layers are built.")
-    teachers: dict[str, TeacherConfig] = Field(
-        default={}, description="Teachers to distil from, by name. Used with algorithm.distill_beta."
+    teachers: dict[str, TeacherConfig] = ruled(
+        needs="algorithm.distill_beta>0; set it, or algorithm.recipe=opd",
+        default={},
+        description="Teachers to distil from, by name. Used with algorithm.distill_beta.",
     )
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="FP8 training.")
-    layout: LayoutConfig = Field(
+    layout: LayoutConfig = free(
         default=LayoutConfig(), description="How ranks share the model, the sequences and the data."
     )
     data: DataConfig = Field(description="Data sets and their columns.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="How responses are generated.")
-    sync: SyncConfig = Field(
-        default=SyncConfig(), description="The transfer of weights from the trainer to the engine."
-    )
+    sync: SyncConfig = free(default=SyncConfig(), description="The transfer of weights from the trainer to the engine.")
     algorithm: AlgorithmConfig = Field(
         default=AlgorithmConfig(), description="Advantages, loss, KL penalty and corrections."
     )
@@ -286,19 +295,19 @@ class Config(Section):
         default=BatchConfig(), description="How a rollout is split into optimizer steps and micro-batches."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate.")
-    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation on held-out prompts.")
-    checkpoint: CheckpointConfig = Field(
+    eval: EvalConfig = free(default=EvalConfig(), description="Evaluation on held-out prompts.")
+    checkpoint: CheckpointConfig = free(
         default=CheckpointConfig(), description="When checkpoints are saved, and how many are kept."
     )
-    log: LogConfig = Field(default=LogConfig(), description="Logs, samples, the report and traces.")
-    hang_deadline_s: Seconds = Field(
+    log: LogConfig = free(default=LogConfig(), description="Logs, samples, the report and traces.")
+    hang_deadline_s: Seconds = free(
         default=480.0,
         description=(
             "Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add "
             "it to this one."
         ),
     )
-    max_nonfinite_steps: PositiveInt = Field(
+    max_nonfinite_steps: PositiveInt = free(
         default=3, description="Stop the run after this many consecutive steps with a non-finite loss or gradient."
     )
 
@@ -341,13 +350,6 @@ class Config(Section):
     def _problems(self) -> Iterator[str]:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
             yield f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run"
-        if self.rollout.routing_replay and self.model.router.capacity_factor is not None:
-            yield (
-                f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that"
-                " rollout.routing_replay sends to the engine's experts; remove one of them"
-            )
-        if self.precision.fp8 and self.model.dtype == "float32":
-            yield f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it"
         if self.rollout.is_separate != (self.layout.engine_ranks > 0):
             yield (
                 f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks}"
@@ -366,18 +368,18 @@ class Config(Section):
                 "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout; raise "
                 "batch.mini_batches or batch.epochs above 1"
             )
-        yield from self._needs()
-        beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
-        if (a := self.algorithm).adv_type == "none":
-            lead = "algorithm.adv_type=none: "
-            if not beta:
-                yield f"{lead}leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
-            if a.normalize_advantages or a.has_kl_reward:
-                yield f"{lead}must not be with normalize_advantages or kl_in=reward, which move rewards' part"
-        if self.teachers and not beta:
-            yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
-        if len(self.teachers) > 1 and column is None:
-            yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"
+        url = next((teacher.url for teacher in self.teachers.values() if teacher.url is not None), None)
+        yield from broken_rules(self)
+        yield from broken_rules(self, {"a teacher's url": url}, f"{url}")
+        if (a := self.algorithm).adv_type == "none" and not a.distill_beta:
+            yield "algorithm.adv_type=none leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
+        if a.adv_type == "none" and a.has_kl_reward:
+            yield "algorithm.kl_in=reward conflicts with algorithm.adv_type=none, which reads no rewards; use loss"
+        if len(self.teachers) > 1 and self.data.teacher_column is None:
+            yield (
+                f"teachers={', '.join(self.teachers)} needs data.teacher_column, the column that names each row's"
+                " teacher; set it"
+            )
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         least = tokens_on_rank(longest, self.layout.cp)
         if least > self.batch.tokens_per_micro_batch:
@@ -386,63 +388,3 @@ class Config(Section):
                 f"batch.tokens_per_micro_batch={self.batch.tokens_per_micro_batch} cannot hold the longest sample, "
                 f"{self.algorithm.length_keys} = {longest}{share}; raise it to at least {least}"
             )
-
-    def _needs(self) -> Iterator[str]:
-        dtype, has_refresh = self.model.dtype, self.rewards.refresh_command is not None
-        no_lora, lora = self.model.lora is None, ": must not be set with model.lora"
-        url = next((teacher.url for teacher in self.teachers.values() if teacher.url is not None), None)
-        yield from self._unmet(
-            "",
-            (
-                "batch.share_prompts",
-                self.layout.cp == 1,
-                f": must not be with layout.cp={self.layout.cp}; remove one of them",
-            ),
-            (
-                "batch.share_prompts",
-                not self.rollout.has_agents,
-                ": must not be with rollout.agent or rollout.tools, which may change the prompt; remove one of them",
-            ),
-            ("sync.lora", not no_lora, " needs model.lora; leave it out"),
-            ("optimizer.cpu_offload", no_lora, f"{lora}, whose optimizer is small; leave one out"),
-            ("optimizer.moments_dtype", no_lora, f"{lora}, whose optimizer is small; leave one out"),
-            ("precision.fp8", no_lora, f"{lora}, whose base computes in bf16; leave one out"),
-            ("algorithm.ref_model_sync_steps", no_lora, f"{lora}, whose reference is the base; leave one out"),
-            ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
-            ("optimizer.cpu_offload", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
-            (
-                "optimizer.cpu_offload",
-                not self.precision.fp8_parameters,
-                ": must not be set with precision.fp8_parameters; leave one out",
-            ),
-            (
-                "algorithm.ref_model_sync_steps",
-                not self.precision.fp8_parameters,
-                ": must not be set with precision.fp8_parameters; leave one out",
-            ),
-            (
-                "rewards.refresh_command",
-                self.algorithm.ref_model_sync_steps,
-                " needs iterations to run between; set algorithm.ref_model_sync_steps",
-            ),
-            ("data.replay_fraction", has_refresh, " needs rewards.refresh_command; leave it out"),
-            (
-                "algorithm.distill_beta",
-                self.teachers,
-                " needs a teacher; set for example teachers.main.path to its folder",
-            ),
-            (
-                "data.teacher_column",
-                self.teachers,
-                " needs teachers, because its values name them; set them, or leave it out",
-            ),
-            ("algorithm.distill_kl", url is None, ": must be sampled with a teacher's url; leave one out"),
-            (
-                "rollout.temperature",
-                url is None,
-                (
-                    f": must be 1 with a teacher's url={url}, because servers return log-probs of given tokens only at"
-                    " 1; set it, or leave url out"
-                ),
-            ),
-        )

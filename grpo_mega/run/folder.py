@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from grpo_mega.config.base import free_keys
 from grpo_mega.data.load import BY_PROMPT, BY_TEXT
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.versions import installed_set
@@ -53,24 +54,7 @@ from grpo_mega.run.checkpoints import latest, tell_latest
 from grpo_mega.text import read_json_lines
 from grpo_mega.yaml_text import parse_yaml
 
-# A resume may change these keys: where and how fast a run is, and settings that keep it healthy. Any other key would
-# make it another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
-FREE_ON_RESUME = {
-    *"""
-    checkpoint code_dir device eval hang_deadline_s layout log max_nonfinite_steps run_dir steps sync
-    algorithm.calculate_entropy algorithm.correction algorithm.early_stop_imp_ratio algorithm.entropy_bonus
-    algorithm.kl_beta algorithm.kl_clamp algorithm.kl_horizon algorithm.kl_target algorithm.positive_nll
-    algorithm.ratio_clip_c algorithm.ratio_clip_eps algorithm.ratio_clip_eps_high algorithm.ratio_clip_eps_low
-    batch.tokens_per_micro_batch data.epochs model.fused_permutation model.grouped_experts model.recompute
-    model.recompute_modules model.recompute_num_layers optimizer.clip_grad optimizer.cpu_offload optimizer.lr
-    optimizer.min_lr optimizer.schedule optimizer.warmup_steps optimizer.weight_decay precision.guard
-    rewards.refresh_command rewards.refresh_deadline_s rollout.cache_tokens rollout.dtype rollout.ep
-    rollout.agent_timeout_s rollout.agent_workers rollout.longest_first rollout.max_concurrent rollout.max_restarts
-    rollout.max_staleness rollout.memory_fraction rollout.mismatch_stop rollout.mismatch_warn
-    rollout.phase_deadline_s rollout.placement rollout.routing_replay rollout.server_args rollout.sleep
-    rollout.stall_deadline_s rollout.start_deadline_s rollout.tool_timeout_s rollout.tp
-    """.split()  # noqa: SIM905  # a list of texts is three times as long
-}
+FREE_ON_RESUME = frozenset(free_keys(Config))
 
 
 @dataclass

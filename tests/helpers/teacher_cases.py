@@ -35,7 +35,7 @@ OTHER = (OPD, "teachers={a: {path: other}}")
 NO_TOKENS = remove("other/tokenizer.json", "other/tokenizer_config.json")
 
 TEACHER_CASES: list[tuple[Any, ...]] = [
-    ("teacher alone", ("distill_beta=1.0 needs a teacher", "set for example"), ("algorithm.recipe=opd",)),
+    ("teacher alone", ("distill_beta=1.0 needs teachers", "set for example"), ("algorithm.recipe=opd",)),
     ("teacher unused", ("teachers=a needs", "distill_beta > 0"), ("teachers={a: {path: model}}",)),
     ("teacher missing", ("teachers.a.path=/none", "name the folder"), (OPD, "teachers={a: {path: /none}}")),
     (
@@ -73,27 +73,27 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
     ),
     (
         "teacher with dynamic sampling",
-        ("dynamic_sampling_tries=2: must be 0", "use 0"),
+        ("dynamic_sampling_tries=2 conflicts with algorithm.distill_beta=1.0", "leave"),
         (*OTHER, "algorithm.dynamic_sampling_tries=2"),
     ),
     (
         "teacher with whitening",
-        ("algorithm.adv_type=none: must not be with", "normalize_advantages"),
+        ("algorithm.normalize_advantages=true conflicts with algorithm.adv_type=none", "leave"),
         (*OTHER, "algorithm.normalize_advantages=true"),
     ),
     (
         "teacher with covariance",
-        ("loss_type=clip_cov: must not", "use actor"),
+        ("conflicts with algorithm.loss_type=clip_cov", "use actor"),
         (*OTHER, "algorithm.loss_type=clip_cov"),
     ),
     (
         "teacher on a server at another temperature",
-        ("rollout.temperature=0.8: must be 1 with a teacher's url=http://127.0.0.1:9", "leave url out"),
+        ("rollout.temperature=0.8 conflicts with a teacher's url of http://127.0.0.1:9", "leave temperature out"),
         (OPD, "teachers={a: {path: model, url: 'http://127.0.0.1:9'}}", "rollout.temperature=0.8"),
     ),
     (
         "teacher on a server for the whole vocabulary",
-        ("algorithm.distill_kl=forward: must be sampled", "leave one out"),
+        ("algorithm.distill_kl=forward conflicts with a teacher's url", "leave distill_kl out"),
         (OPD, "teachers={a: {path: model, url: 'http://127.0.0.1:9'}}", "algorithm.distill_kl=forward"),
     ),
     (

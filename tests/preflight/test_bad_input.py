@@ -112,12 +112,8 @@ CASES = [
     ),
     Case("layout stages", ("layout.pp=5", "has 4 layers; use fewer"), ("layout.pp=5",)),
     Case("layout chunks", ("layout.pp=2 with vpp=3", "6 model chunks", "use fewer"), ("layout.pp=2", "layout.vpp=3")),
-    Case("layout vpp", ("layout.vpp=2", "leave vpp out or raise pp"), ("layout.vpp=2",)),
-    Case(
-        "layout sp",
-        ("layout.sequence_parallel=true", "set it to false or raise tp"),
-        ("layout.sequence_parallel=true",),
-    ),
+    Case("layout vpp", ("layout.vpp=2", "leave vpp out"), ("layout.vpp=2",)),
+    Case("layout sp", ("sequence_parallel=true needs layout.tp > 1", "leave"), ("layout.sequence_parallel=true",)),
     Case("layout sizes", ("[1, 1]", "4 layers; change"), ("layout={pp: 2, layers_per_chunk: [1, 1]}",)),
     Case("layout entries", ("[1, 3]", "give pp * vpp = 1"), ("layout.layers_per_chunk=[1, 3]",)),
     Case(

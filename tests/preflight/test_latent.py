@@ -88,7 +88,7 @@ def test_a_glm_of_another_kind_is_refused(changes: dict[str, Any], says: str) ->
             "rollout={engine: sglang, tp: 8, ep: 8}",
             "rollout.ep=8 does not divide the 12 experts of a layer; use a divisor",
         ),
-        ("layout.tp=2", "layout.tp=2 with an MoE model needs layout.sequence_parallel=true; set it"),
+        ("layout.tp=2", "layout.tp=2 needs layout.sequence_parallel=true or a dense model, not "),
         (
             "layout={tp: 8, sequence_parallel: true}",
             "layout.tp=8 does not divide the model's 4 attention heads; use 1, 2, 4",
@@ -118,7 +118,7 @@ def test_grouped_experts_need_experts_and_transformer_engine() -> None:
     }
     dense |= {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     assert list(cut_problems(configs.validate(raw), shape_of(dense))) == [
-        f"model.{name}=true: must be left out for llama, which has no experts; remove it"
+        f"model.{name}=true needs a model with experts, not llama; leave {name} out"
         for name in ("grouped_experts", "fused_permutation")
     ]
     assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), Machine(1, 1))] == [
@@ -149,8 +149,8 @@ def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:
     ]
     assert problems == [
         [],
-        ["model.router.bias_update_rate=0.001: mixtral has no bias per expert; use balancing=seq_aux_loss"],
-        ["model.router.bias_update_rate=0.001: must be left out for llama, which has no experts; remove it"],
+        ["model.router.bias_update_rate=0.001 needs a bias per expert, not mixtral; use balancing=seq_aux_loss"],
+        ["model.router.bias_update_rate=0.001 needs a model with experts, not llama; leave bias_update_rate out"],
     ]
 
 

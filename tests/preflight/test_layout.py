@@ -35,10 +35,10 @@ def test_a_model_that_a_server_would_pad_on_a_cpu_is_refused(shape: ModelShape, 
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ({"layout": {"cp": 2}}, "layout.cp=2: must be 1 for qwen2 with sliding_window=9; raise layout.tp or layout.pp"),
+        ({"layout": {"cp": 2}}, "layout.cp=2 conflicts with a sliding window of qwen2; raise layout.tp or layout.pp"),
         (
             {"batch": {"share_prompts": True}},
-            "batch.share_prompts=true: must be left out for qwen2 with sliding_window=9",
+            "batch.share_prompts=true conflicts with a sliding window of qwen2; leave share_prompts out",
         ),
         ({"layout": {"tp": 2, "pp": 2}}, None),
     ],

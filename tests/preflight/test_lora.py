@@ -26,9 +26,9 @@ def config_of(*, model: dict[str, Any] | None = None, **sections: Any) -> config
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"optimizer": {"cpu_offload": True}}, "optimizer.cpu_offload=true: must not be set with model.lora"),
-        ({"optimizer": {"moments_dtype": "bfloat16"}}, "optimizer.moments_dtype=bfloat16: must not be set with"),
-        ({"precision": {"fp8": "hybrid"}}, "precision.fp8=hybrid: must not be set with model.lora"),
+        ({"optimizer": {"cpu_offload": True}}, "optimizer.cpu_offload=true conflicts with model.lora"),
+        ({"optimizer": {"moments_dtype": "bfloat16"}}, "optimizer.moments_dtype=bfloat16 conflicts with model.lora"),
+        ({"precision": {"fp8": "hybrid"}}, "precision.fp8=hybrid conflicts with model.lora"),
         ({"sync": {"lora": "merged"}, "model": {"lora": None}}, "sync.lora=merged needs model.lora; leave it out"),
     ],
 )

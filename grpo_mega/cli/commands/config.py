@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from grpo_mega.cli.commands.options import KeyOptions
 from grpo_mega.config import INCLUDE, Config
-from grpo_mega.config.base import Section, inner_section
+from grpo_mega.config.base import Section, inner_section, is_free, rules_of
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import nearest
 
@@ -25,6 +25,8 @@ class Key:
     kind: str
     default: str  # in YAML's flow style, or "required"
     description: str
+    is_free: bool = False  # on resume
+    rules: tuple[str, ...] = ()  # without their remedies
 
 
 _INCLUDE = Key(
@@ -54,7 +56,7 @@ def run(options: KeyOptions) -> int:
     return 0
 
 
-def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
+def find_keys(section: type[Section], prefix: str = "", *, in_free: bool = False) -> Iterator[Key]:
     """Yield the keys of a section in the order of the schema, each section before its keys."""
     for name, field in section.model_fields.items():
         inner = inner_section(field.annotation)
@@ -64,19 +66,21 @@ def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
             value = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in value]
         # A section has no default, because its keys have defaults.
         default = "required" if field.is_required() else "" if is_section else json.dumps(value)
-        yield Key(f"{prefix}{name}", _kind(field.annotation), default, description)
+        rules = tuple(f"{kind.replace('_', ' ')} {text.partition(';')[0]}" for kind, text in rules_of(field))
+        yield Key(f"{prefix}{name}", _kind(field.annotation), default, description, in_free or is_free(field), rules)
         if inner is not None:
             origin = get_origin(field.annotation)
             suffix = "[]" if origin is tuple else ".NAME" if origin is dict else ""
-            yield from find_keys(inner, f"{prefix}{name}{suffix}.")
+            yield from find_keys(inner, f"{prefix}{name}{suffix}.", in_free=in_free or is_free(field))
 
 
 def as_text(key: Key) -> str:
-    description = textwrap.fill(
-        key.description, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
-    )
+    lines = [key.description, *key.rules]
+    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
+    description = "\n".join(textwrap.fill(line, 100, break_on_hyphens=False, **indent) for line in lines)
     default = key.default if key.default == "required" else f"default {key.default}"
-    return f"{key.name}: {key.kind}" + f"; {default}" * bool(key.default) + f"\n{description}"
+    notes = [default] * bool(key.default) + ["may change on resume"] * key.is_free
+    return "; ".join([f"{key.name}: {key.kind}", *notes]) + f"\n{description}"
 
 
 def markdown(keys: list[Key]) -> str:

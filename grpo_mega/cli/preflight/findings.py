@@ -25,7 +25,6 @@ from grpo_mega.cli.preflight.layout import (
     engine_rank_problems,
     layout_problems,
     recompute_problems,
-    window_problems,
     world_size_problems,
 )
 from grpo_mega.cli.preflight.machine import Machine
@@ -33,9 +32,8 @@ from grpo_mega.cli.preflight.model import (
     Model,
     check_model_files,
     check_weights,
-    expert_problems,
-    hybrid_problems,
-    linear_attention_problems,
+    fact_problems,
+    facts_of,
     lora_problems,
     position_problems,
     read_model,
@@ -43,8 +41,8 @@ from grpo_mega.cli.preflight.model import (
 )
 from grpo_mega.cli.preflight.precision import bf16_layer_problems, block_problems, installed_problems, variable_problems
 from grpo_mega.cli.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
-from grpo_mega.config import Config, ModelConfig, RewardsConfig, RolloutConfig
-from grpo_mega.config.unread import unread_keys
+from grpo_mega.config import AlgorithmConfig, Config, ModelConfig, RewardsConfig, RolloutConfig
+from grpo_mega.config.base import broken_rules, settings_of
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
@@ -177,10 +175,8 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     ranks.
     """
     yield from layout_problems(config.layout, shape)
-    yield from expert_problems(config, shape)
-    yield from hybrid_problems(config, shape)
+    yield from fact_problems(config, shape)
     yield from recompute_problems(config, shape)
-    yield from window_problems(config, shape)
     yield from engine_problems(config.rollout, config.layout, shape)
     yield from bf16_layer_problems(config.precision, config.layout, shape.num_layers)
     yield from block_problems(config.precision, config.layout, shape)
@@ -267,8 +263,10 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             # The layers per chunk follow from the teacher's size.
             changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
             layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1, "etp": 1}))
-            problems += [*layout_problems(layout, theirs), *window_problems(config, theirs)]
-            problems += linear_attention_problems(config, theirs)
+            facts = facts_of(theirs, is_served=False) | {"a model with experts": False}  # a teacher may have them
+            others = broken_rules(config, facts, theirs.model_type)
+            problems += [*layout_problems(layout, theirs)]
+            problems += [line for line in others if line.startswith(("layout.", "batch."))]
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)
 
 
@@ -306,12 +304,21 @@ def _check_sandbox(config: Config, findings: Findings) -> None:
 
 def start_notes(config: Config) -> list[str]:
     """Return notes on what the run leaves unread: the weights of its model, keys of its algorithm."""
-    path, notes = config.model.path, list(unread_keys(config.algorithm))
+    path, notes = config.model.path, list(unread_keys(config))
     if config.model.init == "random" and _has_weights(path):
         notes.append(
             f"model.init=random: the weights in {path} are not read, and training starts from random ones; leave it out"
         )
     return notes
+
+
+def unread_keys(config: Config) -> Iterator[str]:
+    """Yield a line for each key of the algorithm that nothing reads although its value is not the recipe's."""
+    by_recipe = config.model_copy(update={"algorithm": AlgorithmConfig(recipe=config.algorithm.recipe)})
+    usual = settings_of(by_recipe)
+    for line in broken_rules(config, only_unused=True):
+        if line.partition(" ")[0] not in usual:
+            yield line
 
 
 def _has_weights(folder: Path) -> bool:

@@ -37,8 +37,6 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield the reasons why the model cannot be split into the layout."""
     for problem in megatron_layout_problems(shape, megatron_layout(layout, layout.num_trainers)):
         yield f"layout.{problem}"
-    if shape.num_experts and layout.tp > 1 and not layout.sequence_parallel:
-        yield f"layout.tp={layout.tp} with an MoE model needs layout.sequence_parallel=true; set it"
     heads = shape.num_kv_heads // layout.tp
     if layout.cp_comm_type == "a2a" and heads % layout.cp:
         yield (
@@ -51,15 +49,6 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
             f"layout.layers_per_chunk={list(sizes)} adds up to {sum(sizes)}, but the model has {shape.num_layers}"
             " layers; change an entry or leave it out"
         )
-
-
-def window_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings that attention with a sliding window does not support."""
-    model = f"for {shape.model_type} with sliding_window={max(shape.windows, default=0)}"
-    if shape.windows and config.layout.cp > 1:
-        yield f"layout.cp={config.layout.cp}: must be 1 {model}; raise layout.tp or layout.pp instead"
-    if shape.windows and config.batch.share_prompts:
-        yield f"batch.share_prompts=true: must be left out {model}; remove it"
 
 
 def recompute_problems(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -89,8 +78,6 @@ def recompute_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield problems of the engine's layout and of the weights that it receives."""
     yield from rollout_block_problems(rollout, layout, shape)
-    if rollout.routing_replay and not shape.num_experts:
-        yield f"rollout.routing_replay={str(rollout.routing_replay).lower()} needs a model with experts; leave it out"
     if not rollout.is_served:
         return
     for problem in engine_layout_problems(shape, rollout.tp, rollout.ep):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_mega.config import Config, ModelConfig
+from grpo_mega.config.base import broken_rules
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats import adapter
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
@@ -108,61 +109,23 @@ def sync_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"sync.lora='adapter': must be merged {reason}; leave it out"
 
 
-def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not
-    support.
-    """
-    if shape.kv_lora and config.rollout.is_served and config.rollout.quantization is not None:
-        yield (
-            f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type} with"
-            " rollout.engine='sglang', which keeps its up-projection of keys and values in another form; remove it"
-        )
-    if config.batch.share_prompts and shape.num_experts:
-        yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
-    for name in ("grouped_experts", "fused_permutation"):
-        if getattr(config.model, name) and not shape.num_experts:
-            yield f"model.{name}=true: must be left out for {shape.model_type}, which has no experts; remove it"
-    for name, value in config.model.router.model_dump(exclude_defaults=True).items():
-        if not shape.num_experts:
-            yield (
-                f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
-            )
-        elif name == "bias_update_rate" and shape.model_type not in WITH_ROUTER_BIAS:
-            yield (
-                f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
-            )
+def fact_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield keys whose rules exclude the model, or need another one."""
+    return broken_rules(config, facts_of(shape, is_served=config.rollout.is_served), shape.model_type)
 
 
-def linear_attention_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings that training and teachers do not support if some layers have linear attention."""
-    layout, batch = config.layout, config.batch
-    settings = {f"layout.cp={layout.cp}": layout.cp > 1, "batch.share_prompts=true": batch.share_prompts}
-    for setting in (name for name, is_set in settings.items() if is_set and shape.linear_layers):
-        yield (
-            f"{setting}: must be left out for {shape.model_type}, whose linear attention reads each sample from its"
-            " start to its end on one rank; remove it"
-        )
-
-
-def hybrid_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of a policy with layers of linear attention that are not supported."""
-    yield from linear_attention_problems(config, shape)
-    if not shape.linear_layers:
-        return
-    if config.rollout.is_served and shape.num_experts:
-        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type} with experts; change it"
-    if config.optimizer.moments_dtype != "float32" or config.optimizer.cpu_offload:
-        yield (
-            f"optimizer.moments_dtype={config.optimizer.moments_dtype}, cpu_offload="
-            f"{str(config.optimizer.cpu_offload).lower()}: must be float32 and false for {shape.model_type}, some of"
-            " whose weights are float32; change them"
-        )
-    for key, value in (("precision.fp8", config.precision.fp8), ("rollout.quantization", config.rollout.quantization)):
-        if value is not None:
-            yield (
-                f"{key}={value}: must be left out for {shape.model_type}, because its linear attention computes decays"
-                " from small matrices; remove it"
-            )
+def facts_of(shape: ModelShape, *, is_served: bool) -> dict[str, object]:
+    """Return the facts about a model that rules of keys name."""
+    is_moe, is_linear = bool(shape.num_experts), bool(shape.linear_layers)
+    return {
+        "a model with experts": is_moe,
+        "a dense model": not is_moe,
+        "a bias per expert": not is_moe or shape.model_type in WITH_ROUTER_BIAS,
+        "a sliding window": bool(shape.windows),
+        "linear attention": is_linear,
+        "linear attention with experts": is_linear and is_moe,
+        "latent attention in SGLang": bool(shape.kv_lora) and is_served,
+    }
 
 
 def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from grpo_mega import config as configs
 from grpo_mega.cli.preflight.machine import Machine
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
+from grpo_mega.config.base import broken_rules
 from grpo_mega.distributed.kernels import (
     DISPATCHERS,
     RECIPES,
@@ -89,9 +90,7 @@ def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     """Yield requirements that the installed packages miss."""
     transformer_engine = machine.transformer_engine
     yield from kernel_problems(config, *machine.gpu(config.device), transformer_engine, machine.flash_attention)
-    for name in ("grouped_experts", "fused_permutation"):
-        if getattr(config.model, name) and transformer_engine is None:
-            yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"
+    yield from broken_rules(config, {"Transformer Engine": transformer_engine})
     chosen = config.layout.token_dispatcher
     if chosen in DISPATCHERS and find_spec(DISPATCHERS[chosen]) is None:
         yield (
