@@ -37,12 +37,12 @@ def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
 def kept() -> dict[tuple[str, int], float]:
     """Return the peak bytes that autograd saves for a sample of 32,768 tokens, by recompute and ranks, for 4 layers of
     an 8B."""
-    from grpo_mega.cli.rehearsal import rehearse  # imports Megatron
+    from tests.helpers.rehearsal import rehearse  # imports Megatron
 
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
     cases = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_mega.cli.rehearsal.SEGMENTS", 1)
+        patch.setattr("tests.helpers.rehearsal.SEGMENTS", 1)
         for recompute in ("none", "selective", "full"):
             for cp in (1, 2):
                 layout = {"tp": 1, "sequence_parallel": "false", "cp": cp, "dp": 1}

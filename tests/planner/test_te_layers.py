@@ -113,7 +113,7 @@ class Layer:
         )
 
     def request(self, num_layers: int) -> dict[str, Any]:
-        from grpo_mega.cli.rehearsal import request_of  # imports Megatron
+        from tests.helpers.rehearsal import request_of  # imports Megatron
 
         return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {
             "num_batches": 1
@@ -222,7 +222,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Measure every third layer of TABLE and OTHERS, with --sweep all of them."""
     if reason := launcher.why_not(launcher.DEFAULT):
         pytest.skip(reason)
-    from grpo_mega.cli.rehearsal import default_ranks, request_of  # imports Megatron
+    from tests.helpers.rehearsal import default_ranks, request_of  # imports Megatron
 
     step = 1 if request.config.getoption("--sweep") else 3
     chosen = [*TABLE[::step], *OTHERS[::step], *SHARED]

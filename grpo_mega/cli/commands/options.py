@@ -235,8 +235,6 @@ class PlanOptions(ConfigOptions):
     )
     is_json: bool = switch("print JSON", names="--json")
     suggests: bool = switch("search other layouts, and name the fastest that fit", names="--suggest")
-    rehearses: bool = switch("compare with real Megatron on a few ranks, without a GPU", names="--rehearse")
-    ranks: Sequence[int] = flag("to rehearse; default: one of some pipeline stages", "N", ())
     explains: bool = switch("print every figure's formula and inputs, and all assumptions", names="--explain")
 
 

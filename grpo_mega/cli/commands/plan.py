@@ -1,7 +1,7 @@
 """`grpo-mega plan`: predict without a GPU whether a job fits in memory, and how fast it is."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -14,8 +14,7 @@ from grpo_mega.cli.planner.plan import Plan, suggest
 from grpo_mega.cli.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
 from grpo_mega.cli.preflight.machine import ASSUMED, CPU, card_of
 from grpo_mega.cli.preflight.model import known_model, read_planned_model, read_teachers
-from grpo_mega.distributed.versions import installed_set
-from grpo_mega.errors import ConfigError, UserError, raise_all
+from grpo_mega.errors import ConfigError, UserError
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
@@ -46,32 +45,17 @@ def run(options: PlanOptions) -> int:
         return ILLEGAL
     plan = Plan(setup)
     suggestions = suggest(setup) if options.suggests else None
-    found, rehearsed, agrees = {}, "", True
-    if options.rehearses:
-        from grpo_mega.cli import rehearsal  # imports torch and Megatron
-
-        fields = read_planned_model(setup.config, options.model_config, options.model).fields
-        [comparisons] = rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])
-        found, rehearsed = (
-            {"rehearsal": [asdict(c) for c in comparisons]},
-            "\n\n" + rehearsal.comparison_lines(setup, comparisons),
-        )
-        agrees = all(c.agrees for c in comparisons)
     if options.is_json:
-        print(json.dumps(report.as_json(plan, findings, suggestions) | found, indent=1))
+        print(json.dumps(report.as_json(plan, findings, suggestions), indent=1))
     else:
-        print(report.plan_text(plan, findings, suggestions, explains=options.explains) + rehearsed)
-    return FITS if plan.fits and agrees else DOES_NOT_FIT
+        print(report.plan_text(plan, findings, suggestions, explains=options.explains))
+    return FITS if plan.fits else DOES_NOT_FIT
 
 
 def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
     is_here = options.gpu == CPU
-    if options.rehearses:
-        raise_all(installed_set().problems)
     card = None if is_here else card_of(options.gpu)
-    if options.ranks and not options.rehearses:
-        raise ConfigError(f"--ranks {' '.join(map(str, options.ranks))} needs --rehearse; add it")
     if options.model is not None:
         known_model(options.model)
         if options.model_config is not None:

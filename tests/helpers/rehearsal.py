@@ -35,8 +35,6 @@ from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.memory import state_of
 from grpo_mega.cli.planner.timing import communication, groups
 from grpo_mega.config import OptimizerConfig, PrecisionConfig
-from grpo_mega.errors import ConfigError, PlanError
-from grpo_mega.text import filter_output
 
 COMMUNICATION, ACTIVATIONS = 0.03, 0.10  # tolerances relative to the rehearsed number; state is exact
 SEGMENTS = 8  # samples of equal length per micro-batch
@@ -79,10 +77,7 @@ def default_ranks(setup: PlannedJob) -> list[int]:
 
 
 def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]]) -> list[list[Comparison]]:
-    """Return the comparisons of each setup's ranks. A case is (setup, ranks, fields of config.json).
-
-    Raise ConfigError or PlanError.
-    """
+    """Return the comparisons of each setup's ranks. A case is (setup, ranks, fields of config.json)."""
     local = []
     for setup, ranks, fields in cases:
         # Megatron's local layers have no features of Transformer Engine, and the rehearsed experts are balanced.
@@ -91,44 +86,18 @@ def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]
         local.append((replace(setup, config=config, uses_te=False, assumed=assumed), ranks, fields))
     requests = [request_of(setup, rank, fields) for setup, ranks, fields in local for rank in ranks]
     process = subprocess.run(
-        [sys.executable, "-m", "grpo_mega.cli.rehearsal"],
+        [sys.executable, "-m", "tests.helpers.rehearsal"],
         input="".join(json.dumps(request) + "\n" for request in requests),
         capture_output=True,
         text=True,
     )
     answers = iter([json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")])
-    try:
-        return [[c for rank in ranks for c in _compare(setup, rank, next(answers))] for setup, ranks, _ in local]
-    except StopIteration:
-        last = (process.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-        raise PlanError(
-            f"the rehearsal ended with code {process.returncode}: {last}; plan without --rehearse"
-        ) from None
-
-
-def comparison_lines(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
-    """Return the comparisons as a table for a terminal of 100 columns."""
-    title = (
-        f"Rehearsal ({_num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local"
-        " layers)"
-    )
-    lines = [title, f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}"]
-    for c in comparisons:
-        verdict = "" if c.agrees else f"  more than {c.tolerance:.0%}"
-        lines.append(
-            f"  {c.rank:>4}  {c.label:26}{c.planned:>18,.0f}{c.rehearsed:>18,.0f}{c.difference:>9.1%}{verdict}"
-        )
-    return "\n".join(lines)
+    assert process.returncode == 0, process.stderr
+    return [[c for rank in ranks for c in _compare(setup, rank, next(answers))] for setup, ranks, _ in local]
 
 
 def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request for a rank, with tokens per micro-batch and per segment. Raise ConfigError for an unknown
-    rank.
-    """
-    size = setup.layout.world_size
-    if not 0 <= rank < size:
-        trains = " that train" if setup.is_separate else ""
-        raise ConfigError(f"--ranks={rank} is none of the {size} ranks{trains}; name some from 0 to {size - 1}")
+    """Return the request for a rank that trains, with tokens per micro-batch and per segment."""
     config = setup.config.model_dump(mode="json")
     config["layout"] |= {"dp": setup.layout.dp, "engine_ranks": 0}
     config["rollout"]["placement"] = "colocated"
@@ -136,7 +105,7 @@ def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[
         "config": config,
         "model": dict(fields),
         "rank": rank,
-        "world_size": size,
+        "world_size": setup.layout.world_size,
         "num_batches": _num_batches(setup),
         "num_tokens": setup.micro_batch_tokens,
         "segment": -(-setup.micro_batch_tokens // SEGMENTS),
@@ -402,5 +371,4 @@ class _Select(torch.autograd.Function):
 
 
 if __name__ == "__main__":
-    filter_output()
     main()
