@@ -244,26 +244,17 @@ def test_layers_in_bf16_keep_the_planned_bytes_within_two_percent(rehearsed: dic
     assert all(c.difference < 0.02 for c in kept)
 
 
-def test_every_kind_of_communication_is_compared(rehearsed: dict[str, list[Comparison]]) -> None:
-    found = {c.label for c in rehearsed["tp=2,pp=2,dp=2,sequence_parallel=true model.recompute=selective"]}
-    assert {"tensor parallel", "pipeline", "gradients and weights", "activations kept"} <= found
-    assert "experts" in {
-        c.label for c in rehearsed["moe tp=2,pp=2,dp=6,ep=3,sequence_parallel=true model.recompute=full"]
-    }
-
-
 START = """
 import json, sys
 import torch.distributed as dist
 from tests.helpers import rehearsal
-counted = rehearsal.Counted()
-counted.install()
+rehearsal.send_nothing()
 from grpo_mega.megatron import runtime
 for line in sys.stdin:
     request = json.loads(line)
     dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
     try:
-        rehearsal.run_rank(request, counted)
+        rehearsal.run_rank(request)
         print("starts", flush=True)
     except Exception as error:
         print(repr(error), flush=True)

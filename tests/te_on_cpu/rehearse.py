@@ -164,8 +164,7 @@ def make_shapes_only() -> None:
 
 
 def main() -> None:
-    counted = rehearse_rank.Counted()
-    counted.install()
+    rehearse_rank.send_nothing()
     from grpo_mega.megatron import runtime as runtimes
 
     make_shapes_only()
@@ -176,7 +175,7 @@ def main() -> None:
         base._dummy_wgrads.clear()  # drop the fake tensors of the last request
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
         packed.pack_params = partial(packed_params, "kv_lora_rank" in request["model"])
-        found = rehearse_rank.run_rank(request, counted)
+        found = rehearse_rank.run_rank(request)
         runtimes.stop()
         [kept] = counters
         largest = sorted(kept.saved.items(), key=lambda item: -item[0][2] * item[1])

@@ -3,12 +3,10 @@
 import json
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
 
 from grpo_mega import config as configs
 from grpo_mega.cli.commands.options import PlanOptions
 from grpo_mega.cli.planner import report, this_machine
-from grpo_mega.cli.planner.generation import read_lengths
 from grpo_mega.cli.planner.job import PlannedJob, plan_on
 from grpo_mega.cli.planner.plan import Plan, suggest
 from grpo_mega.cli.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
@@ -48,7 +46,7 @@ def run(options: PlanOptions) -> int:
     if options.is_json:
         print(json.dumps(report.as_json(plan, findings, suggestions), indent=1))
     else:
-        print(report.plan_text(plan, findings, suggestions, explains=options.explains))
+        print(report.plan_text(plan, findings, suggestions))
     return FITS if plan.fits else DOES_NOT_FIT
 
 
@@ -84,14 +82,6 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     longest_prompt, longest_response = config.data.max_prompt_length, config.rollout.max_response_length
     prompt = ASSUMED.prompt_fill * longest_prompt if options.mean_prompt is None else options.mean_prompt
     response = ASSUMED.response_fill * longest_response if options.mean_response is None else options.mean_response
-    lengths = None
-    if options.lengths is not None:
-        if options.mean_response is not None:
-            raise ConfigError(
-                f"--mean-response {response:g} and --lengths {options.lengths} both give lengths; give one of them"
-            )
-        lengths = read_lengths(options.lengths, longest_response)
-        response = fmean(lengths.of(config.batch.prompts_per_step * config.algorithm.group_size))
     for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
         if not 0 < mean <= longest:
             raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
@@ -105,4 +95,4 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     else:
         setup = plan_on(card, config, model, machine)
     teachers = read_teachers(config, findings.notes)
-    return replace(setup, mean_prompt=prompt, mean_response=response, lengths=lengths, teachers=teachers), findings
+    return replace(setup, mean_prompt=prompt, mean_response=response, teachers=teachers), findings
