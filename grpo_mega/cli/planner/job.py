@@ -233,22 +233,12 @@ class PlannedJob:
         """Return the number of tokens that a token sees on average: half of its sample, fewer with sliding windows."""
         return self.mean_sample / 2 - unseen_pairs(self.shape, self.mean_sample) / self.mean_sample
 
-    @cached_property
-    def largest_stage(self) -> int:
-        """Return the number of layers of the largest stage."""
-        return max(map(self.num_layers, range(self.layout.pp)))
-
     @property
     def num_passes(self) -> tuple[int, int]:
         """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per
         step.
         """
         return self.config.batch.epochs, int(self.config.needs_old_logprobs) + int(self.has_reference)
-
-    @property
-    def tokens_per_rank(self) -> float:
-        """Return the tokens that each rank of a stage processes in one pass over a step."""
-        return self.batch.tokens / self.layout.num_replicas
 
     @cached_property
     def batch(self) -> Batch:

@@ -116,13 +116,10 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "step_seconds": round(plan.timing.step, 3),
         "gpu": setup.card.name,
         "world_size": setup.world_size,
-        "num_nodes": setup.num_nodes,
         "peak_phase": plan.peak_phase,
         "peak_stage": plan.worst.pp_rank,
         "layout": {axis: getattr(layout, axis) for axis in AXES},
         "ranks": [{"tp": tp, "cp": layout.cp_rank(rank), "pp": pp, "dp": dp} for rank, (tp, pp, dp) in places],
-        "engine_ranks": setup.config.layout.engine_ranks,
-        "engines": setup.engine_layout.num_engines,
         "stages": [
             {
                 "stage": stage.pp_rank,
@@ -133,13 +130,6 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
             }
             for stage in plan.stages
         ],
-        "kv_cache_tokens": int(plan.engine.cache_tokens),
-        "engine_device_gib": round(plan.engine_total.gib, 3),
-        "pinned_gib_a_node": round(plan.host.pinned_total.gib, 1),
-        "host_peak_gib_a_node": round(plan.host.peak.gib, 1),
-        "checkpoint_gb": round(plan.checkpoint / 1e9, 1),
-        "checkpoints_held_gb": round(plan.kept_bytes / 1e9, 1),
-        "free_disk_asked_gb": round(plan.checkpoint / 1e9, 1),
         "change_first": [_option_json(option) for option in first_changes(plan)],
         "figures": {name: [figure.as_json() for figure in figures] for name, figures in by_name.items()},
         "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
