@@ -105,7 +105,7 @@ def sampling_seconds(setup: PlannedJob, engine: EngineMemory) -> float:
     full = decoding_step(setup, engine.weights, concurrent, context)
     if config.rollout.keeps_unfinished:
         prompts = config.batch.prompts_per_step
-        share = prompts / config.rollout.num_started(prompts)  # of the started samples, one step finishes these
+        share = prompts / config.rollout.num_started(prompts)  # share of the started samples that a step finishes
         return share * (prefill + sequences / concurrent * response * full)
     last = decoding_step(setup, engine.weights, 1, context)
     tail = (config.rollout.max_response_length - response) * last
