@@ -82,6 +82,9 @@ def test_the_seconds_of_a_phase_equal_arithmetic_by_hand(make_config: MakeConfig
     forward = flops / (64 * 989e12 * 0.41) / (1 - case.bubble)
     assert found["update"] == pytest.approx(3 * forward)
     assert found["log-probs"] == pytest.approx(2 * forward)  # policy and reference
+    weights_and_state = plan.largest_state.weights + plan.largest_state.largest_optimizer
+    moved = 2 * weights_and_state + 3 * plan.largest_state.weights  # the reference's weights come and go
+    assert found["offload and onload"] == pytest.approx(moved / (50e9 * 0.75))
     assert found["sync"] == pytest.approx(2 * case.engine_weights / (50e9 * 0.75))
     token = 2 * (weights + case.output) / (tp * 989e12 * 0.5)
 
