@@ -191,7 +191,7 @@ def _row(label: str, value: str, *notes: str) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value < 0.1 else f"{value:.1f} s" if value < 1000 else f"{value / 60:.0f} min"
+    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s" if value < 1000 else f"{value / 60:.0f} min"
 
 
 def _head(title: str, detail: str) -> str:
