@@ -59,13 +59,13 @@ def main() -> int:
     if config.device != "cpu":
         for line in describe(plan):
             print(line)
-    print(f"LEAD_SECONDS={lead_seconds(plan.timing.step.value, plan.checkpoint.value / 1e9, options.disk_gbps)}")
+    print(f"LEAD_SECONDS={lead_seconds(plan.timing.step, plan.checkpoint / 1e9, options.disk_gbps)}")
     return 0
 
 
 def describe(plan: Plan) -> Iterator[str]:
     yield f"plan: {plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak"
-    yield f"plan: a step takes about {plan.timing.step.value:.0f} s, a checkpoint {plan.checkpoint.value / 1e9:.0f} GB"
+    yield f"plan: a step takes about {plan.timing.step:.0f} s, a checkpoint {plan.checkpoint / 1e9:.0f} GB"
     for shortfall in plan.shortfalls:
         yield f"warning: by the plan it does not fit: {shortfall}"
 

@@ -25,7 +25,6 @@ from grpo_mega.cli.commands.options import (
     read_options,
 )
 from grpo_mega.cli.commands.trl import find_data
-from grpo_mega.cli.planner.generation import read_lengths
 from grpo_mega.config import Config
 from grpo_mega.config.base import FilePath, Section
 from tools.benchmarks.gpu.models import MODELS
@@ -125,11 +124,8 @@ def save_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-def test_the_tilde_is_the_home_in_data_sets_and_lengths(home: Path) -> None:
+def test_the_tilde_is_the_home_in_data_sets(home: Path) -> None:
     (home / "set").mkdir()
     (home / "set.jsonl").write_text("{}\n")
     assert find_data("~/set.jsonl", None, None) == f"{home}/set.jsonl"
     assert find_data("~/set", None, "test") == f"{home}/set@test"
-    row = {"step": 1, "rollout_logprobs": [0.0] * 7}
-    (home / "set" / "samples.jsonl").write_text(json.dumps(row) + "\n")
-    assert set(read_lengths("~/set", 9).tokens) == {7.0}

@@ -175,7 +175,7 @@ def test_the_options_of_plan_are_read_from_the_command_line() -> None:
         "c.yaml --set seed=3 --gpu h200 --world-size 64 --gpus-per-node 4 --model-config m.json --model name --json"
         " --suggest"
     )
-    arguments = f"{given} --mean-prompt 9 --mean-response 8.5 --rehearse --ranks 0 3 --explain".split()
+    arguments = f"{given} --mean-prompt 9 --mean-response 8.5".split()
     assert read_options(PlanOptions, parser.parse_args(arguments)) == PlanOptions(
         config=Path("c.yaml"),
         overrides=("seed=3",),
@@ -188,9 +188,6 @@ def test_the_options_of_plan_are_read_from_the_command_line() -> None:
         mean_response=8.5,
         is_json=True,
         suggests=True,
-        explains=True,
-        rehearses=True,
-        ranks=(0, 3),
     )
 
 

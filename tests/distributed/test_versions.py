@@ -159,8 +159,7 @@ def test_outputs_of_megatron_need_a_tested_set(
 ) -> None:
     monkeypatch.syspath_prepend(fake_packages(tmp_path, {"torch": "2.12.5"}))
     model = str(inputs.parent / "model")
-    for command in (["plan", str(inputs), "--gpu", "h100", "--rehearse"], ["verify", model, model]):
-        assert cli.main(command) == 2
-        assert "error: torch=2.12.5: must be torch==" in capfd.readouterr().err
+    assert cli.main(["verify", model, model]) == 2
+    assert "error: torch=2.12.5: must be torch==" in capfd.readouterr().err
     assert cli.main(["verify", model, model, "--no-logits"]) == 2
     assert "is not a checkpoint" in capfd.readouterr().err  # the folder is read

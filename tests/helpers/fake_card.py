@@ -104,7 +104,7 @@ def install() -> None:
 def fake_tensors() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from grpo_mega.cli.rehearsal import _patched_for_fake_tensors
+    from tests.helpers.rehearsal import _patched_for_fake_tensors
 
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=card) is a copy from the host

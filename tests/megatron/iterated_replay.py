@@ -139,8 +139,8 @@ def check_plan(trainee: Trainee, state: Path) -> None:
     setup = PlannedJob(config, policy._shape, 0, CARDS["h100"], 2, 1, 32.0, 32.0, uses_te=False)
     is_saved = {name: t for name, t in read_metadata(state).items() if not name.endswith((".step", "_extra_state"))}
     saved = {name: math.prod(t.shape) * ITEM_BYTES[t.dtype] for name, t in is_saved.items()}
-    assert sum(saved.values()) == checkpoint_bytes(setup).value, saved
-    averages = [figure.value for figure in host_memory(setup).other if figure.label == "reference's average"]
+    assert sum(saved.values()) == checkpoint_bytes(setup), saved
+    averages = [figure for figure in host_memory(setup).other if figure.label == "reference's average"]
     assert policy._reference is not None
     held = torch.tensor(sum(t.nbytes for t in (policy._reference._average or {}).values()))
     dist.all_reduce(held, dist.ReduceOp.MAX)

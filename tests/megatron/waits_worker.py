@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from grpo_mega.batching.layout import note_gradients, to_device
 from grpo_mega.batching.pack import pack_mini_batches
-from grpo_mega.cli import rehearsal
 from grpo_mega.distributed.device import Device
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
-from tests.helpers import fake_card
+from tests.helpers import fake_card, rehearsal
 from tools.benchmarks.gpu.rank import config_of
 
 HOST = torch.device("cpu")
@@ -92,7 +91,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    rehearsal.Counted().install()  # before Megatron imports functions of torch.distributed by name
+    rehearsal.send_nothing()  # before Megatron imports functions of torch.distributed by name
     fake_card.install()
     from grpo_mega.megatron import runtime as runtimes
 

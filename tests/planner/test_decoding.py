@@ -63,7 +63,7 @@ def setup_of(fields: dict[str, Any], tp: int, quantization: str | None = None, e
 
 
 def step(setup: PlannedJob, concurrent: float, context: float) -> float:
-    return float(decoding_step(setup, engine_memory(setup).weights.value, concurrent, context).value)
+    return float(decoding_step(setup, engine_memory(setup).weights, concurrent, context))
 
 
 @pytest.mark.parametrize(("tp", "batch", "published"), [(1, 1, 7.37e-3), (1, 128, 11.84e-3), (8, 1, 3.35e-3)])
@@ -108,10 +108,10 @@ def test_a_step_of_llama_3_3_70b_at_tp2_takes_as_long_as_nvidia_published(contex
 
 def test_experts_take_the_same_memory_for_any_ep_of_an_engine() -> None:
     fields = dict(KNOWN_MODELS["qwen3-235b-a22b"].fields)
-    weights = {engine_memory(setup_of(fields, 8, ep=ep)).weights.value for ep in (1, 2, 8)}
+    weights = {engine_memory(setup_of(fields, 8, ep=ep)).weights for ep in (1, 2, 8)}
     assert len(weights) == 1
     spread, cut = (setup_of(LATENT, 8, ep=ep) for ep in (8, 1))
-    assert engine_memory(spread).weights.value == engine_memory(cut).weights.value
+    assert engine_memory(spread).weights == engine_memory(cut).weights
 
 
 def test_a_server_keeps_states_of_linear_attention_beside_its_cache() -> None:
@@ -120,13 +120,13 @@ def test_a_server_keeps_states_of_linear_attention_beside_its_cache() -> None:
     fields = {**LLAMA_8B, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 128, **linear}
     setup = setup_of(fields, 2)
     memory = engine_memory(setup)
-    assert memory.cache_tokens.value == int(float(memory.cache.value) * 10 / 19 / cache_bytes_per_token(setup))
+    assert memory.cache_tokens == int(float(memory.cache) * 10 / 19 / cache_bytes_per_token(setup))
     state = 3 * (16 * 128 * 128 * 4 + 3 * (8 + 8 + 16) * 128 * 2) / 2  # three layers, halved by tp
     here = [
         replace(setup, card=replace(setup.card, name="cpu"), shape=replace(setup.shape, linear_layers=layers))
         for layers in ((0, 1, 2), ())
     ]
-    extra = [float(engine_memory(one).extra.value) for one in here]
+    extra = [float(engine_memory(one).extra) for one in here]
     assert extra[0] - extra[1] == (4 * setup.config.rollout.max_concurrent + 1) * state
 
 
@@ -148,4 +148,4 @@ def test_recorded_experts_take_the_host_memory_of_layers_that_have_experts() -> 
     )
     host = host_memory(replace(setup, config=config, experts_per_token=8))
     [recorded] = [figure for figure in host.other if figure.label == "recorded experts"]
-    assert recorded.value == 2 * 8 * recorded.inputs["tokens"] * 58 * 8 * 2
+    assert recorded == 2 * 8 * setup.batch.tokens * 58 * 8 * 2

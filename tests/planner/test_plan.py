@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, floor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from grpo_mega.cli.commands.options import PlanOptions
 from grpo_mega.cli.commands.plan import prepare_plan
 from grpo_mega.cli.planner.memory import PHASES
 from grpo_mega.cli.planner.plan import MARGIN, Plan, suggest
-from grpo_mega.cli.planner.report import sections
 from grpo_mega.cli.planner.state import elements_of
 from grpo_mega.weights.layout import megatron_shards
 from tests.helpers.shapes import LLAMA_70B
@@ -110,7 +109,7 @@ def test_an_unset_dtype_is_bfloat16_and_the_plan_reports_it(make_config: MakeCon
 def test_llama_70b_has_the_host_memory_and_checkpoint_computed_by_hand(make_config: MakeConfig) -> None:
     plan = plan_of(make_config())
     parameters = 70_553_706_496  # Meta states 70.6B
-    assert plan.checkpoint.value == 14 * parameters
+    assert plan.checkpoint == 14 * parameters
     # Each of 8 ranks has 1/16: weights twice (policy and reference) in bf16, masters and moments over 4 data-parallel
     # ranks.
     by_hand = 8 * parameters / 16 * (2 + 2 + 12 / 4) / 2**30
@@ -118,8 +117,8 @@ def test_llama_70b_has_the_host_memory_and_checkpoint_computed_by_hand(make_conf
     assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage also has the embedding
     iterated = plan_of(make_config(**{"algorithm.ref_model_sync_steps": 9, "algorithm.ref_model_mixup_alpha": 0.5}))
     # Plus the average; a node holds half of it and stages an eighth.
-    assert iterated.checkpoint.value == 18 * parameters
-    assert iterated.host.peak.value - plan.host.peak.value == pytest.approx((4 / 2 + 4 / 8) * parameters, rel=0.05)
+    assert iterated.checkpoint == 18 * parameters
+    assert iterated.host.peak - plan.host.peak == pytest.approx((4 / 2 + 4 / 8) * parameters, rel=0.05)
 
 
 def test_gradients_without_tensor_parallelism_do_not_fit(
@@ -137,31 +136,6 @@ def test_an_engine_whose_cache_is_too_small_does_not_fit(make_config: MakeConfig
     assert plan.shortfalls[0].startswith("the engine's KV cache holds 0 tokens, but the longest sample has 4096; ")
 
 
-@pytest.mark.parametrize(
-    ("fields", "changes"),
-    [
-        (LLAMA_70B, {}),
-        (LLAMA_70B, {**BLOCKWISE, "precision.fp8_parameters": True, "precision.fp8_reference": True}),
-        (LLAMA_70B, {"optimizer.moments_dtype": "bfloat16", "rollout.sleep": "never"}),
-        (QWEN3_30B_A3B, {"layout.ep": 4, "layout.pp": 1, "layout.dp": 16, "rollout.tp": 4}),
-        (QWEN2_HALF_B, {"layout.tp": 2, "rollout.engine": "embedded", "rollout.tp": 1, "model.dtype": "float32"}),
-    ],
-    ids=str,
-)
-def test_every_formula_gives_its_figure(
-    make_config: MakeConfig, fields: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    plan = plan_of(make_config(fields, **changes))
-    count = 0
-    for section in sections(plan):
-        for figure in section.figures:
-            value = eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs})
-            assert value == pytest.approx(figure.value, rel=1e-12), figure
-            assert figure.value >= 0, figure
-            count += 1
-    assert count > 50
-
-
 def test_parameter_counts_equal_the_weight_mapping(make_config: MakeConfig) -> None:
     for fields in (LLAMA_70B, QWEN3_30B_A3B, QWEN2_HALF_B):
         changes = {"layout.tp": 2, "layout.pp": 4, "layout.dp": 8, "rollout.tp": 2}
@@ -172,7 +146,7 @@ def test_parameter_counts_equal_the_weight_mapping(make_config: MakeConfig) -> N
             holding = megatron_shards(setup.family, setup.shape, setup.layout).rank_shards(rank)
             elements = sum(_size(tensor.shape) for tensor in holding.values())
             assert stage.state.num_parameters == elements
-        assert elements_of(setup.family, setup.shape, None).total == plan.checkpoint.inputs["parameters"]
+        assert elements_of(setup.family, setup.shape, None).total == plan.checkpoint / 14
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -201,7 +175,7 @@ def test_json_has_the_fields_that_scripts_use(make_config: MakeConfig, capsys: p
     assert 0 < found["peak_gib"] < found["capacity_gib"]
     assert found["tokens_per_second_per_gpu"] > 0 and found["step_seconds"] > 0
     assert len(found["ranks"]) == 64 and found["ranks"][4] == {"tp": 0, "pp": 0, "dp": 1, "cp": 0}
-    assert all("formula" in figure for figures in found["figures"].values() for figure in figures)
+    assert sum(one["label"] == "KV cache" for figures in found["figures"].values() for one in figures) == 1
     assert len(found["suggestions"]) == 5
 
 
@@ -266,7 +240,7 @@ def test_a_card_that_cannot_compute_the_precision_is_a_violation(
 @pytest.mark.parametrize(
     ("fields", "changes", "arguments"),
     [
-        (LLAMA_70B, {}, ["--explain", "--suggest"]),
+        (LLAMA_70B, {}, ["--suggest"]),
         (
             LLAMA_70B,
             {"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16, "model.recompute": "none"},
@@ -276,9 +250,9 @@ def test_a_card_that_cannot_compute_the_precision_is_a_violation(
         (
             QWEN3_30B_A3B,
             {"layout.ep": 4, "layout.pp": 1, "layout.dp": 16, "rollout.tp": 4},
-            ["--explain", "--gpu", "b200"],
+            ["--gpu", "b200"],
         ),
-        (QWEN2_HALF_B, {"layout.tp": 2, "rollout.engine": "embedded", "rollout.tp": 1}, ["--explain", "--gpu", "a100"]),
+        (QWEN2_HALF_B, {"layout.tp": 2, "rollout.engine": "embedded", "rollout.tp": 1}, ["--gpu", "a100"]),
     ],
     ids=str,
 )
@@ -315,20 +289,21 @@ def test_suggestions_are_legal_fit_with_room_and_come_best_first(make_config: Ma
     assert setup is not None
     options = suggest(setup)
     assert len(options) == 5
-    assert [option.rate for option in options] == sorted((option.rate for option in options), reverse=True)
+    rates = [option.rate for option in options]
+    assert all(later < 1.02 * earlier for earlier, later in pairwise(rates))  # closer rates count as equal
     for option in options:
         again = plan_of(path, overrides=option.flags.replace("--set ", "").split())
         assert again.fits and again.spare >= MARGIN
-        assert again.timing.tokens_per_second_per_gpu.value == option.plan.timing.tokens_per_second_per_gpu.value
+        assert again.timing.tokens_per_second_per_gpu == option.plan.timing.tokens_per_second_per_gpu
 
 
 def test_more_of_a_thing_never_takes_less_memory(make_config: MakeConfig) -> None:
     base = plan_of(make_config())
 
     def peak(**changes: Any) -> float:
-        return float(plan_of(make_config(**changes)).worst.totals["update"].value)
+        return float(plan_of(make_config(**changes)).worst.totals["update"])
 
-    update = base.worst.totals["update"].value
+    update = base.worst.totals["update"]
     assert peak(**{"batch.tokens_per_micro_batch": 16384}) > update
     assert peak(**{"model.recompute": "none"}) > update > peak(**{"model.recompute": "full"})
     assert peak(**{"layout.sequence_parallel": False}) > update
@@ -340,31 +315,14 @@ def test_more_of_a_thing_never_takes_less_memory(make_config: MakeConfig) -> Non
 def test_an_optimizer_on_the_cpu_frees_the_device_and_takes_longer(make_config: MakeConfig) -> None:
     usual, offloaded = (plan_of(make_config(**{"optimizer.cpu_offload": on})) for on in (False, True))
     share = usual.worst.state.largest_share
-    assert usual.worst.totals["update"].value - offloaded.worst.totals["update"].value == 12 * share
-    on_host = {number.label: number.value for number in offloaded.host.pinned}
+    assert usual.worst.totals["update"] - offloaded.worst.totals["update"] == 12 * share
+    on_host = {number.label: number for number in offloaded.host.pinned}
     assert on_host["optimizer state"] == 0 and on_host["optimizer.cpu_offload"] == pytest.approx(
         16 * 8 * share, rel=1e-3
     )
-    before, after = ({one.label: one.value for one in plan.timing.phases} for plan in (usual, offloaded))
+    before, after = ({one.label: one for one in plan.timing.phases} for plan in (usual, offloaded))
     assert after["update"] > before["update"] + 4 * 6 * share / 64e9  # per step gradients and weights by PCIe 5
     assert after["offload and onload"] < before["offload and onload"]
-
-
-def test_rank_order_decides_who_crosses_nodes(make_config: MakeConfig) -> None:
-    """With tp=2 a node of 8 ranks contains 4 data-parallel neighbours or 4 pipeline stages."""
-    crossing = {}
-    for order in ("tp-dp-pp", "tp-pp-dp"):
-        plan = plan_of(
-            make_config(**{"layout.tp": 2, "layout.pp": 4, "layout.dp": 4, "rollout.tp": 8, "layout.order": order})
-        )
-        crossing[order] = {link.kind: link.num_crossing for link in plan.links}
-    assert crossing["tp-dp-pp"] | {"sync to the engines": 0} == {
-        "tensor parallel": 0,
-        "pipeline": 8,
-        "gradients and weights": 0,
-        "sync to the engines": 0,
-    }
-    assert crossing["tp-pp-dp"]["pipeline"] == 0 and crossing["tp-pp-dp"]["gradients and weights"] == 8
 
 
 def test_phases_hold_only_what_is_awake_in_them(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,24 +361,24 @@ def test_recomputing_some_layers_lies_between_none_and_all(make_config: MakeConf
 def test_an_engine_that_never_sleeps_takes_its_memory_from_the_trainer(make_config: MakeConfig) -> None:
     turns = plan_of(make_config())
     never = plan_of(make_config(**{"rollout.sleep": "never", "rollout.memory_fraction": 0.4}))
-    cache = never.engine.cache.value + never.engine.weights.value + never.engine.graphs.value
+    cache = never.engine.cache + never.engine.weights + never.engine.graphs
     for before, after in zip(turns.stages, never.stages, strict=True):
-        assert after.totals["update"].value == pytest.approx(before.totals["update"].value + cache)
-    assert never.host.pinned[1].value == 0
+        assert after.totals["update"] == pytest.approx(before.totals["update"] + cache)
+    assert never.host.pinned[1] == 0
 
 
 def test_memory_that_the_trainer_keeps_is_counted_in_every_phase(make_config: MakeConfig) -> None:
     """Count the context, the workspaces, and the three buckets that the engine has opened; a sync has two more."""
     plan = plan_of(make_config(**{"sync.bucket_mib": 384}))
     for phase in PHASES:
-        found = {figure.label: figure.value for figure in plan.worst.phases[phase]}
+        found = {figure.label: figure for figure in plan.worst.phases[phase]}
         assert (found["workspaces"], found["sync buckets"]) == (0.5 * 2**30, 3 * 384 * 2**20)
         assert found.get("sync buckets in flight") == (2 * 384 * 2**20 if phase == "sync" else None)
 
 
 def test_a_reference_in_bf16_costs_the_same_with_and_without_fp8(make_config: MakeConfig) -> None:
     def logprobs(**changes: Any) -> float:
-        return next(p.value for p in plan_of(make_config(**changes)).timing.phases if p.label == "log-probs")
+        return next(p for p in plan_of(make_config(**changes)).timing.phases if p.label == "log-probs")
 
     # With one optimizer step only the reference has a pass.
     layout = {
@@ -438,24 +396,22 @@ def test_a_reference_in_bf16_costs_the_same_with_and_without_fp8(make_config: Ma
 def test_twice_the_gpus_do_not_halve_the_step_but_nearly(make_config: MakeConfig) -> None:
     one = plan_of(make_config())
     two = plan_of(make_config(**{"layout.dp": 8}))
-    assert 0.45 < two.timing.step.value / one.timing.step.value < 0.8
+    assert 0.45 < two.timing.step / one.timing.step < 0.8
 
 
 def test_mean_lengths_move_times_and_not_memory(make_config: MakeConfig) -> None:
     path = make_config()
     short, long = plan_of(path, mean_response=256.0), plan_of(path, mean_response=3000.0)
-    assert short.timing.step.value < long.timing.step.value
+    assert short.timing.step < long.timing.step
     assert short.peak_gib == long.peak_gib
     assert replace(short.setup, mean_response=3000.0) == long.setup
 
 
 def test_fp8_for_the_engine_halves_its_linear_layers(make_config: MakeConfig) -> None:
     plain, quantised = (plan_of(make_config(**{"rollout.quantization": how})) for how in (None, "fp8"))
-    inputs = quantised.engine.weights.inputs
-    assert inputs["plain"] + inputs["linear"] == plain.engine.weights.inputs["elements"]
-    assert inputs["linear"] == 80 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) // 8
-    assert inputs["blocks"] == inputs["linear"] // 128**2
-    assert quantised.engine.cache_tokens.value > plain.engine.cache_tokens.value
+    linear = 80 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) // 8
+    assert plain.engine.weights - quantised.engine.weights == linear - 4 * (linear // 128**2)  # scales of blocks
+    assert quantised.engine.cache_tokens > plain.engine.cache_tokens
 
 
 def test_planning_imports_nothing_heavy(make_config: MakeConfig) -> None:
@@ -465,7 +421,7 @@ def test_planning_imports_nothing_heavy(make_config: MakeConfig) -> None:
         "heavy = {name.partition('.')[0] for name in sys.modules} & {'torch', 'transformers', 'megatron', 'sglang'}\n"
         "sys.exit(code or 3 * bool(heavy))"
     )
-    arguments = ["plan", str(make_config()), "--suggest", "--explain"]
+    arguments = ["plan", str(make_config()), "--suggest"]
     assert subprocess.run([sys.executable, "-c", program, *arguments], stdout=subprocess.DEVNULL).returncode == 0
 
 

@@ -33,15 +33,15 @@ def test_a_teachers_memory_equals_arithmetic_by_hand() -> None:
     layer = (70_553_706_496 - 2 * embedding - 8192) / 80
     first = (2 * layer + embedding) / 4
     (taught,) = [figure for figure in plan.stages[0].phases["log-probs"] if figure.label == "teacher"]
-    assert taught.value == pytest.approx(2 * first, rel=1e-4)
-    assert plan.host.pinned_total.value - alone.host.pinned_total.value == pytest.approx(8 * 2 * first, rel=1e-4)
+    assert taught == pytest.approx(2 * first, rel=1e-4)
+    assert plan.host.pinned_total - alone.host.pinned_total == pytest.approx(8 * 2 * first, rel=1e-4)
     exact = replace(setup, config=configs.validate(raw | {"teachers": {"a": {"path": "x"}}, "algorithm": EXACT}))
     exact_plan = Plan(replace(exact, teachers=((replace(shape, num_layers=8), 0),)))
     (hidden,) = [figure for figure in exact_plan.host.other if figure.label == "teacher's hidden states"]
-    assert hidden.value == 8 * (32 * 16 / 4 * 1024) * 8192 * 2  # 8 ranks of the last stage on a node
+    assert hidden == 8 * (32 * 16 / 4 * 1024) * 8192 * 2  # 8 ranks of the last stage on a node
     update = exact_plan.stages[3].phases["update"]
     (head,) = [figure for figure in update if figure.label == "teachers' output layers"]
-    assert head.value == 2 * embedding / 4
-    assert plan.stages[0].totals["update"].value == alone.stages[0].totals["update"].value
-    seconds = [next(f.value for f in p.timing.phases if f.label == "log-probs") for p in (alone, plan)]
+    assert head == 2 * embedding / 4
+    assert plan.stages[0].totals["update"] == alone.stages[0].totals["update"]
+    seconds = [next(f for f in p.timing.phases if f.label == "log-probs") for p in (alone, plan)]
     assert seconds[0] == 0 and 0.3 < seconds[1] < 1

@@ -133,7 +133,7 @@ def test_a_job_that_cannot_fit_is_refused_and_a_tight_one_gets_a_note(
         assert line in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(this_machine, "measure_rates", lambda *_: RATES)
-    assert cli.main(["plan", str(path), "--gpu", "cpu", "--explain"]) == 1
+    assert cli.main(["plan", str(path), "--gpu", "cpu"]) == 1
     output = " ".join(capsys.readouterr().out.split())
     assert not [word for word in ("NVLink", "per GPU", "HBM", "CUDA context") if word in output]
     assert f"DOES NOT FIT: {line.removeprefix('memory: ')}" in output

@@ -90,7 +90,7 @@ def start_of(path: Path, chance: random.Random) -> dict[str, Any]:
 
 def start(requests: list[dict[str, Any]]) -> None:
     """Layouts that the plan accepts can be built by real Megatron, rank for rank as the mapping of weights has it."""
-    command = [sys.executable, "-m", "grpo_mega.cli.rehearsal"]
+    command = [sys.executable, "-m", "tests.helpers.rehearsal"]
     lines = "".join(json.dumps(request) + "\n" for request in requests)
     result = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=600)
     answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

@@ -3,7 +3,7 @@ shapes.
 
     python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
 
-Reads requests of grpo_mega.cli.rehearsal, one JSON object per line, and prints the same answers plus `saved`: the
+Reads requests of tests.helpers.rehearsal, one JSON object per line, and prints the same answers plus `saved`: the
 tensors that autograd holds after the forward passes, as [shape, dtype, bytes, count], the largest total first. FP8
 copies of the weights are not counted, because they stay between passes and the plan counts them separately. Run it in a
 separate process. Settings that affect saved tensors are the settings of a GPU.
@@ -29,11 +29,11 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils as 
 from transformer_engine.pytorch.module import base
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-from grpo_mega.cli import rehearsal as rehearse_rank
 from grpo_mega.megatron import attention as packed
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron.attention import LatentPackedSeqParams
 from grpo_mega.megatron.pipeline import te_params
+from tests.helpers import rehearsal as rehearse_rank
 from tests.te_on_cpu.emulated_te import extension
 from tests.te_on_cpu.emulated_te.extension import positions
 
@@ -164,8 +164,7 @@ def make_shapes_only() -> None:
 
 
 def main() -> None:
-    counted = rehearse_rank.Counted()
-    counted.install()
+    rehearse_rank.send_nothing()
     from grpo_mega.megatron import runtime as runtimes
 
     make_shapes_only()
@@ -176,7 +175,7 @@ def main() -> None:
         base._dummy_wgrads.clear()  # drop the fake tensors of the last request
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
         packed.pack_params = partial(packed_params, "kv_lora_rank" in request["model"])
-        found = rehearse_rank.run_rank(request, counted)
+        found = rehearse_rank.run_rank(request)
         runtimes.stop()
         [kept] = counters
         largest = sorted(kept.saved.items(), key=lambda item: -item[0][2] * item[1])

@@ -362,7 +362,7 @@ def _fitting(settings: Sequence[Setting], model: Model, mean_prompt: float, targ
     job = plan_on(target.device, config, model, Machine(target.world_size, target.gpus_per_node))
     job = replace(job, mean_prompt=mean_prompt)
     if target.rates is not None:
-        job = replace(job, assumed=cpu_assumptions(config, target.rates))
+        job = replace(job, assumed=cpu_assumptions(target.rates))
     if not target.is_gpu:
         plan = Plan(job)
         samples = config.batch.prompts_per_step * config.algorithm.group_size

@@ -221,14 +221,8 @@ class PlanOptions(ConfigOptions):
     model_config: Path | None = flag("a config.json to plan with in place of model.path's", "FILE")
     mean_prompt: float | None = flag("mean length of prompts; for times", "TOKENS")
     mean_response: float | None = flag("mean length of responses; for times", "TOKENS")
-    lengths: str | None = flag(
-        "lengths of responses: percentiles like p50=700,p99=12000, or a run's samples", "LENGTHS_OR_RUN_DIR"
-    )
     is_json: bool = switch("print JSON", names="--json")
     suggests: bool = switch("search other layouts, and name the fastest that fit", names="--suggest")
-    rehearses: bool = switch("compare with real Megatron on a few ranks, without a GPU", names="--rehearse")
-    ranks: Sequence[int] = flag("to rehearse; default: one of some pipeline stages", "N", ())
-    explains: bool = switch("print every figure's formula and inputs, and all assumptions", names="--explain")
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:

@@ -1,21 +1,18 @@
 """`grpo-mega plan`: predict without a GPU whether a job fits in memory, and how fast it is."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from statistics import fmean
 
 from grpo_mega import config as configs
 from grpo_mega.cli.commands.options import PlanOptions
 from grpo_mega.cli.planner import report, this_machine
-from grpo_mega.cli.planner.generation import read_lengths
 from grpo_mega.cli.planner.job import PlannedJob, plan_on
 from grpo_mega.cli.planner.plan import Plan, suggest
 from grpo_mega.cli.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
 from grpo_mega.cli.preflight.machine import ASSUMED, CPU, card_of
 from grpo_mega.cli.preflight.model import known_model, read_planned_model, read_teachers
-from grpo_mega.distributed.versions import installed_set
-from grpo_mega.errors import ConfigError, UserError, raise_all
+from grpo_mega.errors import ConfigError, UserError
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
@@ -46,32 +43,17 @@ def run(options: PlanOptions) -> int:
         return ILLEGAL
     plan = Plan(setup)
     suggestions = suggest(setup) if options.suggests else None
-    found, rehearsed, agrees = {}, "", True
-    if options.rehearses:
-        from grpo_mega.cli import rehearsal  # imports torch and Megatron
-
-        fields = read_planned_model(setup.config, options.model_config, options.model).fields
-        [comparisons] = rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])
-        found, rehearsed = (
-            {"rehearsal": [asdict(c) for c in comparisons]},
-            "\n\n" + rehearsal.comparison_lines(setup, comparisons),
-        )
-        agrees = all(c.agrees for c in comparisons)
     if options.is_json:
-        print(json.dumps(report.as_json(plan, findings, suggestions) | found, indent=1))
+        print(json.dumps(report.as_json(plan, findings, suggestions), indent=1))
     else:
-        print(report.plan_text(plan, findings, suggestions, explains=options.explains) + rehearsed)
-    return FITS if plan.fits and agrees else DOES_NOT_FIT
+        print(report.plan_text(plan, findings, suggestions))
+    return FITS if plan.fits else DOES_NOT_FIT
 
 
 def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
     is_here = options.gpu == CPU
-    if options.rehearses:
-        raise_all(installed_set().problems)
     card = None if is_here else card_of(options.gpu)
-    if options.ranks and not options.rehearses:
-        raise ConfigError(f"--ranks {' '.join(map(str, options.ranks))} needs --rehearse; add it")
     if options.model is not None:
         known_model(options.model)
         if options.model_config is not None:
@@ -100,14 +82,6 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     longest_prompt, longest_response = config.data.max_prompt_length, config.rollout.max_response_length
     prompt = ASSUMED.prompt_fill * longest_prompt if options.mean_prompt is None else options.mean_prompt
     response = ASSUMED.response_fill * longest_response if options.mean_response is None else options.mean_response
-    lengths = None
-    if options.lengths is not None:
-        if options.mean_response is not None:
-            raise ConfigError(
-                f"--mean-response {response:g} and --lengths {options.lengths} both give lengths; give one of them"
-            )
-        lengths = read_lengths(options.lengths, longest_response)
-        response = fmean(lengths.of(config.batch.prompts_per_step * config.algorithm.group_size))
     for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
         if not 0 < mean <= longest:
             raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
@@ -121,4 +95,4 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     else:
         setup = plan_on(card, config, model, machine)
     teachers = read_teachers(config, findings.notes)
-    return replace(setup, mean_prompt=prompt, mean_response=response, lengths=lengths, teachers=teachers), findings
+    return replace(setup, mean_prompt=prompt, mean_response=response, teachers=teachers), findings

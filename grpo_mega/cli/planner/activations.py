@@ -2,7 +2,7 @@
 
 There are three sets of formulas: for Transformer Engine's layers, and for Megatron's local layers with the modules of
 megatron/attention.py, without and with multi-latent attention. Tests compare all of them with the tensors that autograd
-saves, except for MXFP8 ("unproven"), which cannot be measured without a GPU: its formula is a tensorwise layer with the
+saves, except for MXFP8, which cannot be measured without a GPU: its formula is a tensorwise layer with the
 scales of blocks of 32. Elements of `b` bytes are counted for one micro-batch of `tokens` tokens. With sequence
 parallelism the tensors between the layers are split into tp parts. Tokens on a rank's experts assume balanced routing,
 times an assumed imbalance.
@@ -15,36 +15,33 @@ it keeps the input.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from grpo_mega.cli.planner.job import Figures, PlannedJob, TracedNumber, Trust, figure, product
+from grpo_mega.cli.planner.job import Figure, PlannedJob
 from grpo_mega.weights.spec import BLOCK
 
 PADDING = 1.25  # largest factor by which attention pads segments to a common length (attention.MAX_PADDING)
 TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # tile size in algorithm/logprobs.py on a GPU
 CPU_TILE = (1024, 4096)  # tile size there on a CPU
 KEPT_BYTES = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / BLOCK, "mxfp8": 1 + 1 / 32}
-WHOLE = "a layer keeps without recompute, per token"
-SELECTIVE = "a layer keeps with selective recompute, per token"
 
-# Parts that one layer keeps, and its total without recompute and with selective recompute.
-Layer = tuple[Figures, TracedNumber, TracedNumber]
+# Elements per token that one layer keeps without recompute, and with selective recompute.
+Layer = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes of activations of one stage."""
 
-    saved: TracedNumber  # kept until their backward pass
-    recomputed: TracedNumber  # kept by the layer whose backward pass is running
-    work: TracedNumber  # working memory of that layer, which autograd does not keep
-    exchanged: TracedNumber  # keys, values and results that its attention exchanges with other context-parallel ranks
-    logprobs: TracedNumber  # tiles of logits, and their hidden states; on the last stage only
-    forward_only: TracedNumber  # working memory in a pass without gradients
-    layer: Figures  # elements that one layer keeps, part by part
+    saved: Figure  # kept until their backward pass
+    recomputed: Figure  # kept by the layer whose backward pass is running
+    work: Figure  # working memory of that layer, which autograd does not keep
+    exchanged: Figure  # keys, values and results that its attention exchanges with other context-parallel ranks
+    logprobs: Figure  # tiles of logits, and their hidden states; on the last stage only
+    forward_only: Figure  # working memory in a pass without gradients
 
     @property
-    def kept(self) -> Figures:
+    def kept(self) -> list[Figure]:
         """Return the largest memory that autograd keeps."""
         return [self.saved, self.recomputed]
 
@@ -53,21 +50,18 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     """Return the activations of a rank of the stage; `padding` is the factor by which attention lengthens segments."""
     h, b, s, tokens = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens
     q, _, f, _, share, _ = _sizes(setup)
-    precision, recompute = setup.config.precision, setup.config.model.recompute
+    recompute = setup.config.model.recompute
     # Layers in flight that are recomputed whole, and the other layers.
     again = layers_in_flight(setup, pp_rank, setup.num_recomputed)
     others = layers_in_flight(setup, pp_rank) - again
-    trust: Trust = "unproven" if setup.uses_te and precision.fp8 and precision.fp8_recipe == "mxfp8" else "estimate"
     if setup.uses_te:
         one = _te_latent_layer(setup, pp_rank) if setup.shape.kv_lora else _te_layer(setup, pp_rank)
     else:
         one = _latent_layer(setup, pp_rank, padding) if setup.shape.kv_lora else _local_layer(setup, padding)
     if setup.shape.linear_layers:
         one = _hybrid_layer(setup, pp_rank, padding, one)
-    parts, whole, selective = one
-    full = figure("a layer keeps with full recompute, per token", lambda: h / s, "")
+    whole, selective = one
     layer = selective if recompute == "selective" else whole
-    shown = {"none": [*parts, whole], "selective": [*parts, whole, layer], "full": [*parts, whole, full]}[recompute]
     # When the backward pass reaches the recomputed layers, it has freed the kept layers, which come later in the chunk.
     kept = 0 if recompute == "full" and not others else layer
     # The final norm's tensors; its output is part of the log-probs' memory.
@@ -77,19 +71,14 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     combined = share * (1 + (4 / b if setup.layout.etp > 1 else 0)) * h
     at_work = "a layer at work"
     return Activations(
-        saved=figure(
-            "activations saved", lambda: tokens * b * (others * layer + again * full + final * h / s), trust=trust
-        ),
+        saved=Figure("activations saved", tokens * b * (others * layer + again * (h / s) + final * h / s)),
         # When a layer is recomputed, the backward pass has already freed the final norm's tensors.
-        recomputed=figure(
-            "activations recomputed", lambda: tokens * b * max(0, whole - kept - final * h / s), trust=trust
-        ),
+        recomputed=Figure("activations recomputed", tokens * b * max(0, whole - kept - final * h / s)),
         # Gradients of the widest tensors, and the gathered sequence.
-        work=figure(at_work, lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h + combined), trust=trust),
+        work=Figure(at_work, tokens * b * (2 * f * wide + 2 * q + 3 * h + combined)),
         exchanged=_exchanged(setup),
         logprobs=_logprobs(setup, pp_rank),
-        forward_only=figure(at_work, lambda: tokens * b * (3 * f * wide + 3 * q + 4 * h + combined)),
-        layer=[replace(part, trust=trust) for part in shown],
+        forward_only=Figure(at_work, tokens * b * (3 * f * wide + 3 * q + 4 * h + combined)),
     )
 
 
@@ -121,19 +110,15 @@ def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
     heads = setup.shape.num_heads // setup.layout.tp
     x, o = _fp8_bytes(setup, pp_rank)
     # The norm's input, its output as the linear layer keeps it, and statistics in fp32.
-    norm = figure("a norm keeps, per token", lambda: (1 + x / b) * h / s + 4 / (b * s), "")
+    norm = (1 + x / b) * h / s + 4 / (b * s)
     has_qk = int(setup.family.qk_norm or setup.shape.qk_norm > 0)
     # The inputs of both norms, and statistics per head.
-    qk_norms = figure("norms of queries and keys keep, per token", lambda: has_qk * (1 + 4 / (d * b)) * (q + kv), "")
+    qk_norms = has_qk * (1 + 4 / (d * b)) * (q + kv)
     # The last term is the softmax statistics in fp32.
-    attention = figure(
-        "attention keeps, per token", lambda: norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b, ""
-    )
+    attention = norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b
     # Rotated queries and keys; the values are a view that keeps the whole qkv product.
-    recomputed = figure(
-        "attention keeps, recomputed, per token", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv, ""
-    )
-    return _with_te_mlp(setup, pp_rank, [norm, qk_norms], attention, recomputed)
+    recomputed = norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv
+    return _with_te_mlp(setup, pp_rank, attention, recomputed)
 
 
 def _te_latent_layer(setup: PlannedJob, pp_rank: int) -> Layer:
@@ -144,30 +129,16 @@ def _te_latent_layer(setup: PlannedJob, pp_rank: int) -> Layer:
     x, o = _fp8_bytes(setup, pp_rank)
     # In FP8 the projections of queries and of keys and values each keep a copy of the norm's output.
     copies = 2 if setup.config.precision.fp8 else 1
-    norm = figure("a norm keeps, per token", lambda: (1 + copies * x / b) * h / s + 4 / (b * s), "")
+    norm = (1 + copies * x / b) * h / s + 4 / (b * s)
     # The norms' inputs, outputs and statistics.
-    latents = figure(
-        "norms of latents keep, per token",
-        lambda: ((1 + x / b) * (q_lora + kv_lora) + (2 if q_lora else 1) * 4 / b) / s,
-        "",
-    )
+    latents = ((1 + x / b) * (q_lora + kv_lora) + (2 if q_lora else 1) * 4 / b) / s
     # Rotary angles of queries and keys, queries, keys, values, the output, and softmax statistics in fp32.
-    attention = figure(
-        "attention keeps, per token",
-        lambda: norm + latents + 4 * rope + 2 * q + (2 + o / b) * v + 4 * heads / b,
-        "",
-    )
-    recomputed = figure(
-        "attention keeps, recomputed, per token",
-        lambda: norm + latents + 4 * rope + 2 * q + (1 + (o or b) / b) * v,
-        "",
-    )
-    return _with_te_mlp(setup, pp_rank, [norm, latents], attention, recomputed)
+    attention = norm + latents + 4 * rope + 2 * q + (2 + o / b) * v + 4 * heads / b
+    recomputed = norm + latents + 4 * rope + 2 * q + (1 + (o or b) / b) * v
+    return _with_te_mlp(setup, pp_rank, attention, recomputed)
 
 
-def _with_te_mlp(
-    setup: PlannedJob, pp_rank: int, norms: Figures, attention: TracedNumber, recomputed: TracedNumber
-) -> Layer:
+def _with_te_mlp(setup: PlannedJob, pp_rank: int, attention: float, recomputed: float) -> Layer:
     """Return what a layer of Transformer Engine keeps, with an MLP and the norm before it.
 
     `recomputed` is what attention keeps if its core is recomputed. Layers with and without experts are averaged over a
@@ -183,17 +154,14 @@ def _with_te_mlp(
     inputs = 2 * h / s + 4 / (b * s)
     shared = (2 + x / b) * fs + (o / b * h / s if fs else 0.0)
     routed = router + r * (x / b * h + (2 + x / b) * fe + 4 / b)
-    mlp = figure("the MLP keeps, per token", lambda: (1 - moe) * dense + moe * (inputs + routed + shared), "")
+    mlp = (1 - moe) * dense + moe * (inputs + routed + shared)
     # What stays with selective recomputation: the input of a recomputed MLP, and everything that is not recomputed.
     dense_stays = h / s if "mlp" in chosen else dense
     experts_stay = inputs
     if "moe" not in chosen:
         experts_stay += routed + shared - int("layernorm" in chosen) * h / s - int("moe_act" in chosen) * r * x / b * fe
     first = recomputed if "core_attn" in chosen else attention
-    whole = figure(WHOLE, lambda: attention + mlp, "")
-    selective = figure(SELECTIVE, lambda: first + (1 - moe) * dense_stays + moe * experts_stay, "")
-    parts = [*norms, attention, mlp]
-    return [*parts, recomputed] if "core_attn" in chosen else parts, whole, selective
+    return attention + mlp, first + (1 - moe) * dense_stays + moe * experts_stay
 
 
 def _fp8_bytes(setup: PlannedJob, pp_rank: int) -> tuple[float, float]:
@@ -215,20 +183,15 @@ def _local_layer(setup: PlannedJob, padding: float) -> Layer:
     fs = fs if setup.shape.num_experts else f  # every token passes a dense MLP, as it passes a shared expert
     has_qk = int(setup.family.qk_norm or setup.shape.qk_norm > 0)
     padded, keys = _lengthened(setup, padding)
-    norms = figure("norms keep, per token", lambda: 2 * h * (8 / b + 1) / s, "")
-    qk = figure("norms of queries and keys keep, per token", lambda: has_qk * 8 / b * (q + kv), "")
-    whole = figure(
-        WHOLE,
-        lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs,
-        "",
-    )
+    norms = 2 * h * (8 / b + 1) / s
+    qk = has_qk * 8 / b * (q + kv)
+    whole = norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs
     chosen = setup.recomputed
     core = 3 * q + 3 * kv if "core_attn" in chosen else q + 2 * (padded * q + keys * kv)
     has_mlp = ("moe" if setup.shape.num_experts else "mlp") not in chosen
     mlp = has_mlp * (r * (h + 6 * f + 4 / b) + router + 5 * fs)
     inputs = 2 * h / s if "layernorm" in chosen else norms
-    selective = figure(SELECTIVE, lambda: inputs + qk + core + 4 * d + mlp, "")
-    return [norms, qk], whole, selective
+    return whole, inputs + qk + core + 4 * d + mlp
 
 
 def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
@@ -242,20 +205,14 @@ def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
     latents = shape.q_lora + shape.kv_lora
     padded, keys = _lengthened(setup, padding)
     moe = _moe_share(setup, pp_rank)
-    attention = figure(
-        "norms of a layer and its latents keep, per token", lambda: (2 * h + latents) * (8 / b + 1) / s, ""
-    )
+    attention = (2 * h + latents) * (8 / b + 1) / s
     routed = r * (h + 6 * fe + 4 / b) + router
-    whole = figure(
-        WHOLE,
-        lambda: attention + angles + v + 2 * (padded + keys) * q + moe * (routed + 5 * fs) + (1 - moe) * 5 * f,
-        "",
-    )
+    whole = attention + angles + v + 2 * (padded + keys) * q + moe * (routed + 5 * fs) + (1 - moe) * 5 * f
     chosen = setup.recomputed
     core = 2 * (q + v) if "core_attn" in chosen else v + 2 * (padded + keys) * q
     mlp = moe * (routed + 5 * fs) * ("moe" not in chosen) + (1 - moe) * 5 * f * ("mlp" not in chosen)
     saved = 2 * h / s * (8 / b) if "layernorm" in chosen else 0.0  # fp32 copies in the layer's two norms
-    return [attention], whole, figure(SELECTIVE, lambda: attention - saved + angles + core + mlp, "")
+    return whole, attention - saved + angles + core + mlp
 
 
 def _hybrid_layer(setup: PlannedJob, pp_rank: int, padding: float, full: Layer) -> Layer:
@@ -265,29 +222,20 @@ def _hybrid_layer(setup: PlannedJob, pp_rank: int, padding: float, full: Layer) 
     attention is larger. The numbers of the recurrence are measured: products of each chunk of 64 tokens, in fp32.
     """
     shape, tp, b = setup.shape, setup.layout.tp, setup.itemsize
-    parts, whole, selective = full
+    whole, selective = full
     heads, k, v = shape.linear_v_heads // tp, shape.linear_k_dim, shape.linear_v_dim
     num_linear = layers_in_flight(setup, pp_rank, lambda chunk: len({*chunk} & {*shape.linear_layers}))
     share = num_linear / layers_in_flight(setup, pp_rank)
     if setup.config.model.recompute == "full" and share:
         share = 1.0
     rows = (2 * shape.linear_k + shape.linear_v) // tp
-    recurrence = figure(
-        "linear attention keeps, per token",
-        lambda: (
-            padding * (heads * (392 + 10 * k + 3 * v + k * v / 64) * 4 / b + (1 + 8 / b) * rows)
-            + rows
-            + (2 + 8 / b) * heads * v
-        ),
-        "",
+    recurrence = (
+        padding * (heads * (392 + 10 * k + 3 * v + k * v / 64) * 4 / b + (1 + 8 / b) * rows)
+        + rows
+        + (2 + 8 / b) * heads * v
     )
-    q = shape.q // tp
-    gate = figure("output gates keep, per token", lambda: 3 * q, "")
-    return (
-        [*parts, recurrence, gate],
-        figure(WHOLE, lambda: whole + share * recurrence + (1 - share) * gate, ""),
-        figure(SELECTIVE, lambda: selective + share * recurrence + (1 - share) * gate, ""),
-    )
+    gate = 3 * (shape.q // tp)
+    return whole + share * recurrence + (1 - share) * gate, selective + share * recurrence + (1 - share) * gate
 
 
 def _lengthened(setup: PlannedJob, padding: float) -> tuple[float, float]:
@@ -314,7 +262,7 @@ def layers_in_flight(setup: PlannedJob, pp_rank: int, count: Callable[[range], i
     return sum(sizes[i // layout.pp % layout.vpp] for i in range(passes))
 
 
-def _exchanged(setup: PlannedJob) -> TracedNumber:
+def _exchanged(setup: PlannedJob) -> Figure:
     """Return the keys, values and partial results that attention exchanges with other context-parallel ranks.
 
     Local layers hold the keys and values of all ranks. In the backward pass they also hold the gradients, before and
@@ -327,25 +275,24 @@ def _exchanged(setup: PlannedJob) -> TracedNumber:
     q, kv = setup.shape.q // setup.layout.tp, setup.keys_and_values
     label = "exchanged keys and values"
     if cp == 1:
-        return product(label)
+        return Figure(label)
     if setup.uses_te and setup.config.layout.cp_comm_type == "a2a":
-        return figure(label, lambda: tokens * b * 2 * (2 * q + kv))
+        return Figure(label, tokens * b * 2 * (2 * q + kv))
     if setup.uses_te:
-        return figure(label, lambda: tokens * b * max(cp * (kv + q), 5 * kv + q))
-    return figure(label, lambda: tokens * b * kv * (3 * cp + 0.5))
+        return Figure(label, tokens * b * max(cp * (kv + q), 5 * kv + q))
+    return Figure(label, tokens * b * kv * (3 * cp + 0.5))
 
 
-def _logprobs(setup: PlannedJob, pp_rank: int) -> TracedNumber:
+def _logprobs(setup: PlannedJob, pp_rank: int) -> Figure:
     label = "log-prob tiles"
     if pp_rank != setup.layout.pp - 1:
-        return product(label)
+        return Figure(label)
     tokens, h, b = setup.micro_batch_tokens, setup.shape.hidden, setup.itemsize
     tiles = 2 if setup.config.algorithm.calculate_entropy else 1
     most_tokens, most_columns = CPU_TILE if setup.card.is_cpu else (TILE_TOKENS, TILE_COLUMNS)
     tile_tokens, tile_columns = min(most_tokens, tokens), min(most_columns, -(-setup.shape.vocab // setup.layout.tp))
     # Float32 tiles and the tile's gradient in bf16; all hidden states, the selected ones, and their gradient in
     # float32.
-    return figure(
-        label,
-        lambda: tiles * tile_tokens * tile_columns * 4 + tile_tokens * tile_columns * 2 + tokens * h * (3 * b + 4),
+    return Figure(
+        label, tiles * tile_tokens * tile_columns * 4 + tile_tokens * tile_columns * 2 + tokens * h * (3 * b + 4)
     )

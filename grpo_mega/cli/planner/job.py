@@ -1,24 +1,14 @@
-"""The subject of a plan: the config, the model's shape and the machine, and figures derived from them.
-
-A figure is a number that knows its formula. The formula is a lambda without parameters; the local variables that it
-names are its inputs. `--explain` and the JSON show the source of the lambda, so they show exactly the computed formula.
-"""
+"""The subject of a plan: the config, the model's shape and the machine, and figures derived from them."""
 
 from __future__ import annotations
 
-import ast
-import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, floor
-from pathlib import Path
-from types import CellType, FunctionType
 from typing import Any, Literal, NamedTuple
 
-from grpo_mega.cli.planner.generation import Lengths, assumed_lengths
 from grpo_mega.cli.planner.state import unseen_pairs
 from grpo_mega.cli.preflight.machine import ASSUMED, Assumptions, Card, Machine
 from grpo_mega.cli.preflight.model import Model
@@ -33,12 +23,12 @@ from grpo_mega.weights.spec import Family, ModelShape, round_up
 
 
 class Batch(NamedTuple):
-    samples: TracedNumber  # per step
-    tokens: TracedNumber  # per step, prompts included
-    micro_batches: TracedNumber  # per rank and optimizer step, if samples have mean length
-    most_micro_batches: TracedNumber  # per rank and optimizer step, if all samples have the maximum length
-    micro_batch_tokens: TracedNumber  # mean per rank
-    bubble: TracedNumber  # share of an update in which a pipeline stage is idle
+    samples: Figure  # per step
+    tokens: Figure  # per step, prompts included
+    micro_batches: Figure  # per rank and optimizer step, if samples have mean length
+    most_micro_batches: Figure  # per rank and optimizer step, if all samples have the maximum length
+    micro_batch_tokens: Figure  # mean per rank
+    bubble: Figure  # share of an update in which a pipeline stage is idle
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,6 @@ class PlannedJob:
     uses_te: bool = True  # Transformer Engine's layers; if False, or on a CPU, Megatron's local layers
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # teachers in the policy's layout, as (shape, experts per token)
-    lengths: Lengths | None = None  # distribution of response lengths with mean mean_response; None if unknown
 
     def __post_init__(self) -> None:
         if self.card.is_cpu:
@@ -99,13 +88,6 @@ class PlannedJob:
     def layout(self) -> MegatronLayout:
         """Return the layout of the ranks that train."""
         return megatron_layout(self.config.layout, self.world_size - self.config.layout.engine_ranks)
-
-    @property
-    def response_lengths(self) -> Lengths | None:
-        """Return the distribution of lengths for the simulation of generation; None if means are enough."""
-        if self.lengths is None and (self.is_separate or self.config.rollout.partial):
-            return assumed_lengths(self.mean_response, self.config.rollout.max_response_length)
-        return self.lengths
 
     def chunks(self, pp_rank: int) -> list[range]:
         """Return the layers of each model chunk of a pipeline stage."""
@@ -251,22 +233,12 @@ class PlannedJob:
         """Return the number of tokens that a token sees on average: half of its sample, fewer with sliding windows."""
         return self.mean_sample / 2 - unseen_pairs(self.shape, self.mean_sample) / self.mean_sample
 
-    @cached_property
-    def largest_stage(self) -> int:
-        """Return the number of layers of the largest stage."""
-        return max(map(self.num_layers, range(self.layout.pp)))
-
     @property
     def num_passes(self) -> tuple[int, int]:
         """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per
         step.
         """
         return self.config.batch.epochs, int(self.config.needs_old_logprobs) + int(self.has_reference)
-
-    @property
-    def tokens_per_rank(self) -> float:
-        """Return the tokens that each rank of a stage processes in one pass over a step."""
-        return self.batch.tokens / self.layout.num_replicas
 
     @cached_property
     def batch(self) -> Batch:
@@ -278,23 +250,18 @@ class PlannedJob:
             self.assumed.packing_fill,
         )
         rounds = pp if vpp > 1 else 1
-        samples = product(
-            "samples per step", "", prompts=config.batch.prompts_per_step, group=config.algorithm.group_size
+        samples = config.batch.prompts_per_step * config.algorithm.group_size
+        tokens = samples * (mean_prompt + mean_response)
+        micro_batches = ceil(max(tokens / mini_batches / (dp * cp * budget * fill), 1e-9) / rounds) * rounds
+        most = ceil(ceil(samples / mini_batches) / (dp * floor(budget / longest)) / rounds) * rounds
+        return Batch(
+            Figure("samples per step", samples, ""),
+            Figure("tokens per step", tokens, "tokens"),
+            Figure("micro-batches per rank", micro_batches, ""),
+            Figure("micro-batches per rank, at most", most, ""),
+            Figure("tokens per micro-batch", tokens / (mini_batches * dp * cp * micro_batches), "tokens"),
+            Figure("pipeline bubble", (pp - 1) / (vpp * micro_batches + pp - 1), ""),
         )
-        tokens = figure("tokens per step", lambda: samples * (mean_prompt + mean_response), "tokens")
-        micro_batches = figure(
-            "micro-batches per rank",
-            lambda: ceil(max(tokens / mini_batches / (dp * cp * budget * fill), 1e-9) / rounds) * rounds,
-            "",
-        )
-        most = figure(
-            "micro-batches per rank, at most",
-            lambda: ceil(ceil(samples / mini_batches) / (dp * floor(budget / longest)) / rounds) * rounds,
-            "",
-        )
-        mean = figure("tokens per micro-batch", lambda: tokens / (mini_batches * dp * cp * micro_batches), "tokens")
-        bubble = figure("pipeline bubble", lambda: (pp - 1) / (vpp * micro_batches + pp - 1), "")
-        return Batch(samples, tokens, micro_batches, most, mean, bubble)
 
 
 def plan_on(card: Card, config: Config, model: Model, machine: Machine) -> PlannedJob:
@@ -311,81 +278,29 @@ def plan_on(card: Card, config: Config, model: Model, machine: Machine) -> Plann
     )
 
 
-Number = int | float
 Unit = Literal["B", "s", "tokens", ""]  # "": a plain number
-Trust = Literal["exact", "estimate", "unproven"]  # unproven: no run has been compared with the formula
 GIB = 2**30
 
 
-@dataclass(frozen=True, eq=False)
-class TracedNumber(float):
-    """A float with its formula. Formulas and JSON use `value`, the number as it was computed: an int stays an int."""
+class Figure(float):
+    """A number with the label and the unit under which a plan shows it."""
 
     label: str
-    value: Number
-    inputs: Mapping[str, Number]  # inputs of the formula, keyed by name
-    formula: str  # Python expression over the inputs that evaluates to the value
-    unit: Unit = "B"
-    trust: Trust = "estimate"
-    function: Callable[[], Number] | None = None  # the formula's lambda; None for sums and products
+    unit: Unit
 
-    def __new__(cls, label: str, value: Number, *_: object, **__: object) -> TracedNumber:
-        return super().__new__(cls, value)
+    def __new__(cls, label: str, value: float = 0, unit: Unit = "B") -> Figure:
+        figure = super().__new__(cls, value)
+        figure.label, figure.unit = label, unit
+        return figure
 
     @property
     def gib(self) -> float:
         return self / GIB
 
-    def at(self, **inputs: Number) -> float:
-        """Return the formula's result with some of the inputs replaced."""
-        return float(_call(self.function, {**self.inputs, **inputs}))
-
     def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("label", "value", "unit", "formula", "inputs", "trust")}
+        return {"label": self.label, "value": float(self), "unit": self.unit}
 
 
-Figures = list[TracedNumber]
-
-
-def figure(label: str, formula: Callable[[], Number], unit: Unit = "B", trust: Trust = "estimate") -> TracedNumber:
-    """Return the figure of a lambda. No other lambda may start on the same line."""
-    assert isinstance(formula, FunctionType)
-    code = formula.__code__
-    cells = zip(code.co_freevars, formula.__closure__ or (), strict=True)
-    inputs = _untraced({name: cell.cell_contents for name, cell in cells})
-    source = _lambdas(code.co_filename)[code.co_firstlineno]
-    return TracedNumber(label, _call(formula, inputs), inputs, source, unit, trust, formula)
-
-
-def total(label: str, parts: Iterable[TracedNumber], unit: Unit = "B") -> TracedNumber:
-    """Return the sum of the parts. Their labels name the inputs."""
-    figures = list(parts)
-    inputs = {re.sub(r"\W", "_", part.label.lower()): part.value for part in figures}
-    assert len(inputs) == len(figures), [part.label for part in figures]
-    return TracedNumber(label, sum(inputs.values()), inputs, " + ".join(inputs) or "0", unit)
-
-
-def product(label: str, unit: Unit = "B", trust: Trust = "estimate", **factors: Number) -> TracedNumber:
-    """Return the product of the factors; 0 without factors."""
-    inputs = _untraced(factors)
-    value = math.prod(inputs.values()) if inputs else 0
-    return TracedNumber(label, value, inputs, " * ".join(inputs) or "0", unit, trust)
-
-
-def _untraced(inputs: Mapping[str, Number]) -> dict[str, Number]:
-    return {name: number.value if isinstance(number, TracedNumber) else number for name, number in inputs.items()}
-
-
-def _call(function: Callable[[], Number] | None, inputs: Mapping[str, Number]) -> Number:
-    """Call a lambda with these values of the local variables that it names."""
-    assert isinstance(function, FunctionType)
-    cells = tuple(CellType(inputs[name]) for name in function.__code__.co_freevars)
-    number: Number = FunctionType(function.__code__, function.__globals__, closure=cells)()
-    return number
-
-
-@functools.cache
-def _lambdas(path: str) -> dict[int, str]:
-    """Return the bodies of a file's lambdas, keyed by the line on which a lambda starts."""
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    return {node.lineno: ast.unparse(node.body) for node in ast.walk(tree) if isinstance(node, ast.Lambda)}
+def total(label: str, parts: Iterable[Figure], unit: Unit = "B") -> Figure:
+    """Return the sum of the parts."""
+    return Figure(label, sum(parts), unit)

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import floor
 
 from grpo_mega.cli.planner.activations import KEPT_BYTES, activations
-from grpo_mega.cli.planner.job import GIB, Figures, PlannedJob, TracedNumber, Trust, figure, product, total
+from grpo_mega.cli.planner.job import GIB, Figure, PlannedJob, total
 from grpo_mega.cli.planner.state import FP32, State, Storage, elements_of, stage_state
 from grpo_mega.rollout.routes import RouterSizes
 
@@ -26,11 +26,10 @@ class StageMemory:
 
     pp_rank: int
     state: State
-    phases: dict[str, Figures]
-    layer: Figures  # the elements that one layer keeps for its backward pass
+    phases: dict[str, list[Figure]]
 
     @cached_property
-    def totals(self) -> dict[str, TracedNumber]:
+    def totals(self) -> dict[str, Figure]:
         return {phase: total(phase, parts) for phase, parts in self.phases.items()}
 
     @property
@@ -38,7 +37,7 @@ class StageMemory:
         return max(self.totals, key=lambda phase: self.totals[phase])
 
     @property
-    def peak(self) -> TracedNumber:
+    def peak(self) -> Figure:
         return self.totals[self.peak_phase]
 
 
@@ -47,9 +46,9 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     state, acts, fixed = state_of(setup, pp_rank), activations(setup, pp_rank), _fixed(setup, engine)
     trainer = [*_state_figures(setup, state), *_fp8_copies(setup, state, pp_rank), *_host_copies(setup, state, pp_rank)]
     # A save gathers the optimizer's fp32 state over replicas, one part of one bucket at a time.
-    gathered = product("gathered for a save", elements=state.gathered, bytes=FP32)
-    bucket = min(setup.config.sync.bucket_mib * 2**20, engine.weights.value)
-    moving = product("sync buckets in flight", count=2 if setup.is_served or setup.is_separate else 5, bucket=bucket)
+    gathered = Figure("gathered for a save", state.gathered * FP32)
+    bucket = min(setup.config.sync.bucket_mib * 2**20, engine.weights)
+    moving = Figure("sync buckets in flight", (2 if setup.is_served or setup.is_separate else 5) * bucket)
     awake = [] if setup.is_separate else engine.awake
     resident = [] if setup.takes_turns else awake[:3] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer if setup.card.is_cpu else trainer[:3]
@@ -57,17 +56,14 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     frozen = [trainer[0], *trainer[3:]] if setup.keeps_host_copies else trainer
     teachers = setup.of_teachers()
     # Teachers are on the device one at a time.
-    taught = product(
-        "teacher", trust="exact", bytes=max((_teacher_weights(one, pp_rank) for one in teachers), default=0.0)
-    )
+    taught = Figure("teacher", max((_teacher_weights(one, pp_rank) for one in teachers), default=0.0))
     vocab = setup.shape.vocab if setup.config.algorithm.has_vocab_kl and pp_rank == setup.layout.pp - 1 else 0
     hidden = sum(one.shape.hidden for one in teachers)  # an update has the output layers of all teachers
-    head = product("teachers' output layers", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
+    head = Figure("teachers' output layers", vocab * hidden * (setup.itemsize / setup.layout.tp))
     forward = max([acts.forward_only, *(activations(one, pp_rank).forward_only for one in teachers)])
 
-    def with_slack(*parts: TracedNumber) -> Figures:
-        moving = sum(part.value for part in parts)
-        return [*parts, product("fragmentation", share=setup.assumed.slack_share, moving=moving)]
+    def with_slack(*parts: Figure) -> list[Figure]:
+        return [*parts, Figure("fragmentation", setup.assumed.slack_share * sum(parts))]
 
     updating = with_slack(*acts.kept, acts.work, acts.exchanged, acts.logprobs)
     phases = {
@@ -78,7 +74,7 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
         "checkpoint": [*fixed, *trainer, *resident, *with_slack(gathered)],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
-    return StageMemory(pp_rank, state, phases, acts.layer)
+    return StageMemory(pp_rank, state, phases)
 
 
 def state_of(setup: PlannedJob, pp_rank: int) -> State:
@@ -96,41 +92,38 @@ def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
     return float(state_of(of_teacher, pp_rank).num_parameters * of_teacher.itemsize)
 
 
-def _state_figures(setup: PlannedJob, state: State) -> Figures:
+def _state_figures(setup: PlannedJob, state: State) -> list[Figure]:
     """Return weights, gradients and optimizer state of the stage's rank that holds most."""
-    config = setup.config
-    is_proven = not config.precision.fp8_parameters and config.optimizer.moments_dtype == "float32"
-    trust: Trust = "exact" if is_proven else "unproven"
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
     held = elements + state.frozen
     master, moments = state.storage.master_bytes, state.storage.moment_bytes
     # Weights that stay fp32 take more bytes, and are their own masters.
     more_fp32, own_masters = (FP32 - b) * state.fp32_elements, max(state.fp32_optimizer_elements)
     return [
-        figure("weights", lambda: b * held + fp8_elements + more_fp32, trust=trust),
-        product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements),
-        figure("optimizer state", lambda: (master + moments) * share - master * own_masters, trust=trust),
+        Figure("weights", b * held + fp8_elements + more_fp32),
+        Figure("gradients", FP32 * (elements + fp8_elements)),
+        Figure("optimizer state", (master + moments) * share - master * own_masters),
     ]
 
 
-def _fixed(setup: PlannedJob, engine: EngineMemory) -> Figures:
+def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[Figure]:
     """Return the memory that a trainer's device holds in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
     asleep = [] if setup.is_separate else [engine.asleep]
     if setup.card.is_cpu:
-        return [product("process", count=1, process=setup.assumed.context_gib * GIB), *asleep]
+        return [Figure("process", setup.assumed.context_gib * GIB), *asleep]
     served = 1 if is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
-        product("CUDA contexts", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
-        figure("NCCL buffers", lambda: (trainer + served) * communicator),
-        product("workspaces", workspace=setup.assumed.workspace_gib * GIB),
-        product("sync buckets", count=3 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
+        Figure("CUDA contexts", (2 if is_served else 1) * (setup.assumed.context_gib * GIB)),
+        Figure("NCCL buffers", (trainer + served) * communicator),
+        Figure("workspaces", setup.assumed.workspace_gib * GIB),
+        Figure("sync buckets", (3 if is_served else 0) * bucket),  # they stay, so handles stay valid
         *asleep,
     ]
 
 
-def engine_device(setup: PlannedJob) -> Figures:
+def engine_device(setup: PlannedJob) -> list[Figure]:
     """Return the memory of a separate engine's device. It is the same at all times; empty for colocated engines."""
     if not setup.is_separate:
         return []
@@ -138,9 +131,9 @@ def engine_device(setup: PlannedJob) -> Figures:
     # The groups of all ranks, of the engine's side, and of the engine.
     groups = 1 + (setup.num_engine_ranks > 1) + (setup.config.rollout.tp > 1)
     return [
-        product("CUDA contexts", count=2 if setup.is_served else 1, context=assumed.context_gib * GIB),
-        product("NCCL buffers", groups=groups, communicator=assumed.communicator_gib * GIB),
-        product("sync buckets", count=3, bucket=setup.config.sync.bucket_mib * 2**20),
+        Figure("CUDA contexts", (2 if setup.is_served else 1) * (assumed.context_gib * GIB)),
+        Figure("NCCL buffers", groups * (assumed.communicator_gib * GIB)),
+        Figure("sync buckets", 3 * (setup.config.sync.bucket_mib * 2**20)),
         engine.asleep,
         *engine.awake,
     ]
@@ -165,7 +158,7 @@ def communicators(setup: PlannedJob) -> list[str]:
     return [name for name, size in sizes.items() if size > 1]
 
 
-def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
+def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[Figure]:
     """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only
     transposed.
     """
@@ -177,10 +170,10 @@ def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     ends = int(pp_rank == 0) + int(pp_rank == pp - 1)  # embedding and output layer stay in bf16
     label, size = "fp8 copies of weights", KEPT_BYTES["mxfp8"] if precision.fp8_recipe == "mxfp8" else 1.0
     copies = size if precision.fp8_parameters else 2 * size
-    return [figure(label, lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp), trust="unproven")]
+    return [Figure(label, copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp))]
 
 
-def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
+def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[Figure]:
     """Return the copies of weights that a rank without a GPU holds in the same memory as everything else."""
     if not setup.card.is_cpu:
         return []
@@ -190,8 +183,8 @@ def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     weights = state.weights
     # The policy's weights are copied, too, while the reference's weights are in their place.
     return [
-        figure("reference", lambda: 2 * has_reference * weights + average),
-        product("teachers", trust="exact", weights=taught),
+        Figure("reference", 2 * has_reference * weights + average),
+        Figure("teachers", taught),
     ]
 
 
@@ -199,17 +192,17 @@ def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
 class EngineMemory:
     """Memory of one device of an engine."""
 
-    weights: TracedNumber
-    cache: TracedNumber
-    cache_tokens: TracedNumber  # tokens that one engine's cache holds
-    graphs: TracedNumber  # CUDA graphs; they sleep with the cache
-    extra: TracedNumber  # working memory while the engine generates
-    asleep: TracedNumber  # memory that stays while the engine sleeps
-    concurrent: TracedNumber  # sequences of mean length that an engine decodes at once
+    weights: Figure
+    cache: Figure
+    cache_tokens: Figure  # tokens that one engine's cache holds
+    graphs: Figure  # CUDA graphs; they sleep with the cache
+    extra: Figure  # working memory while the engine generates
+    asleep: Figure  # memory that stays while the engine sleeps
+    concurrent: Figure  # sequences of mean length that an engine decodes at once
     shortfall: str | None = None  # reason why the engine cannot serve the longest sample
 
     @property
-    def awake(self) -> Figures:
+    def awake(self) -> list[Figure]:
         """Return the memory that a sleeping engine gives back, weights first."""
         return [self.weights, self.cache, self.graphs, self.extra]
 
@@ -226,7 +219,7 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
     if cache_tokens is None and card.is_cpu:  # a server on a CPU has this default (EngineSettings.cache_tokens)
         cache_tokens = concurrent * setup.longest_sample + 256
     if cache_tokens is not None:
-        cache = product("KV cache", tokens=cache_tokens, per_token=per_token)
+        cache = Figure("KV cache", cache_tokens * per_token)
     else:
         # SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its reserve.
         num_mib, graph_batch = card.memory_gib * 1024, 256 if tp < 4 and card.memory_gib < 160 else 512
@@ -234,20 +227,20 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
         fraction = rollout.memory_fraction or round((num_mib - reserve) / num_mib, 3)
         capacity, context = card.memory_gib * GIB, setup.assumed.context_gib * GIB
         # The server starts before the policy, so the free memory is the device less two contexts.
-        cache = figure("KV cache", lambda: max(0, fraction * (capacity - 2 * context) - weights))
+        cache = Figure("KV cache", max(0, fraction * (capacity - 2 * context) - weights))
     state, share = _state_bytes(setup), 1.0
     if state and not card.is_cpu:
         share = 1 / 1.9  # SGLang 0.5.21's default of mamba_full_memory_ratio is 0.9 of the KV cache
-    tokens = figure("tokens in a KV cache", lambda: floor(cache * share / per_token), "tokens")
+    tokens = Figure("tokens in a KV cache", floor(cache * share / per_token), "tokens")
     ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
     # server_arguments in rollout/sglang/server.py sets this number.
     states = 4 * concurrent + 1 if card.is_cpu else 0
-    extra = figure(
+    extra = Figure(
         "engine's working memory",
-        lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4 + states * state,
+        prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4 + states * state,
     )
-    graphs = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
-    asleep = product("engine's workspaces", workspaces=setup.assumed.engine_workspace_gib * GIB)
+    graphs = Figure("engine's graphs", setup.assumed.graph_gib * GIB)
+    asleep = Figure("engine's workspaces", setup.assumed.engine_workspace_gib * GIB)
     shortfall = None
     if tokens < setup.longest_sample:
         shortfall = (
@@ -257,15 +250,15 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
     return EngineMemory(weights, cache, tokens, graphs, extra, asleep, _concurrent(setup, tokens), shortfall)
 
 
-def received_weights(setup: PlannedJob, label: str) -> TracedNumber:
+def received_weights(setup: PlannedJob, label: str) -> Figure:
     """Return all bytes of the weights of an engine's rank."""
     layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
     held, b = elements_of(setup.family, setup.shape, layout), setup.engine_itemsize
     if setup.config.rollout.quantization is None:
-        return product(label, trust="exact", elements=held.total, b=b)
+        return Figure(label, held.total * b)
     plain, linear, blocks = held.plain, held.linear, held.blocks
     # FP8 values, and a float32 scale for each block of 128 x 128.
-    return figure(label, lambda: plain * b + linear + 4 * blocks, trust="exact")
+    return Figure(label, plain * b + linear + 4 * blocks)
 
 
 def cache_bytes_per_token(setup: PlannedJob) -> int:
@@ -296,19 +289,19 @@ def _embedded(setup: PlannedJob) -> EngineMemory:
     # States of linear attention of a sequence, and a copy of one of them.
     state = FP32 * (len(shape.linear_layers) + 1) * shape.linear_v * shape.linear_k_dim
     elements = elements_of(setup.family, setup.shape, None).total  # the embedded engine is never quantised
-    weights = product("engine weights", trust="exact", elements=elements, b=setup.engine_itemsize)
+    weights = Figure("engine weights", elements * setup.engine_itemsize)
     longest, per_token = setup.longest_sample, cache_bytes_per_token(setup)
-    cache = product("KV cache", concurrent=concurrent, longest=longest, per_token=per_token)
-    tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
+    cache = Figure("KV cache", concurrent * longest * per_token)
+    tokens = Figure("tokens in a KV cache", concurrent * longest, "tokens")
     # The cache of a layer grows by copying, so a second copy exists for a moment.
-    extra = figure("engine's working memory", lambda: 2 * cache / layers + concurrent * (2 * vocab * 4 + state))
-    graphs, asleep = product("engine's graphs"), product("engine's workspaces")
+    extra = Figure("engine's working memory", 2 * cache / layers + concurrent * (2 * vocab * 4 + state))
+    graphs, asleep = Figure("engine's graphs"), Figure("engine's workspaces")
     return EngineMemory(weights, cache, tokens, graphs, extra, asleep, _concurrent(setup, tokens))
 
 
-def _concurrent(setup: PlannedJob, tokens: TracedNumber) -> TracedNumber:
+def _concurrent(setup: PlannedJob, tokens: Figure) -> Figure:
     limit, mean, sequences = setup.config.rollout.max_concurrent, setup.mean_sample, sequences_per_engine(setup)
-    return figure("sequences decoded at once", lambda: max(1, min(limit, floor(tokens / mean), sequences)), "")
+    return Figure("sequences decoded at once", max(1, min(limit, floor(tokens / mean), sequences)), "")
 
 
 def sequences_per_engine(setup: PlannedJob) -> int:
@@ -321,11 +314,11 @@ def sequences_per_engine(setup: PlannedJob) -> int:
 class HostMemory:
     """Host memory of the node that needs most."""
 
-    pinned: Figures
-    pinned_total: TracedNumber
-    other: Figures
-    saving: TracedNumber  # additional memory while a checkpoint is gathered and staged
-    peak: TracedNumber
+    pinned: list[Figure]
+    pinned_total: Figure
+    other: list[Figure]
+    saving: Figure  # additional memory while a checkpoint is gathered and staged
+    peak: Figure
 
 
 def host_memory(setup: PlannedJob) -> HostMemory:
@@ -356,17 +349,12 @@ def _machine_memory(setup: PlannedJob) -> HostMemory:
         by_node[rank // setup.gpus_per_node] += int(peaks[layout.place(rank)[1]] if trains else engine)
     leaders = min(setup.num_engine_ranks, setup.ranks_per_node) // setup.config.rollout.tp
     other = [
-        product("ranks, at their peaks", bytes=max(by_node.values())),
-        product(
-            "reward workers",
-            leaders=leaders,
-            workers=setup.config.rewards.num_workers,
-            each=setup.assumed.worker_host_gib * GIB,
-        ),
+        Figure("ranks, at their peaks", max(by_node.values())),
+        Figure("reward workers", leaders * setup.config.rewards.num_workers * (setup.assumed.worker_host_gib * GIB)),
     ]
     is_saved, staged = int(setup.config.checkpoint.interval > 0), checkpoint_bytes(setup)
-    saving = figure("while saving", lambda: is_saved * staged)
-    return HostMemory([], product("pinned per node"), other, saving, total("host peak per node", [*other, saving]))
+    saving = Figure("while saving", is_saved * staged)
+    return HostMemory([], Figure("pinned per node"), other, saving, total("host peak per node", [*other, saving]))
 
 
 def _node(setup: PlannedJob, node: list[State], engine_ranks: int) -> HostMemory:
@@ -379,20 +367,20 @@ def _node(setup: PlannedJob, node: list[State], engine_ranks: int) -> HostMemory
     state_bytes = node[0].storage.host_bytes if node else 0
     taught = sum(max(_teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in teachers)
     pinned = [
-        product("weights", needed=max(moves, has_reference), weights=weights),
-        product("optimizer state", needed=moves, optimizer=sum(s.largest_optimizer for s in node)),
-        product("optimizer.cpu_offload", bytes=state_bytes, elements=sum(s.largest_share for s in node)),
-        product("reference", needed=has_reference, weights=weights),
-        product("teachers", ranks=ranks, weights=taught),
+        Figure("weights", max(moves, has_reference) * weights),
+        Figure("optimizer state", moves * sum(s.largest_optimizer for s in node)),
+        Figure("optimizer.cpu_offload", state_bytes * sum(s.largest_share for s in node)),
+        Figure("reference", has_reference * weights),
+        Figure("teachers", ranks * taught),
     ]
     workers, leaders = config.rewards.num_workers, engine_ranks // config.rollout.tp
     processes = ranks + engine_ranks if setup.is_separate else ranks
     base = float(received_weights(setup, "")) if setup.sends_adapter and setup.takes_turns else 0
     other = [
-        product("ranks", ranks=processes, each=assumed.rank_host_gib * GIB),
-        product("engines", ranks=engine_ranks if setup.is_served else 0, each=assumed.engine_host_gib * GIB),
-        *([product("base in sleeping engines", ranks=engine_ranks, weights=base)] if base else []),
-        product("reward workers", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
+        Figure("ranks", processes * (assumed.rank_host_gib * GIB)),
+        Figure("engines", (engine_ranks if setup.is_served else 0) * (assumed.engine_host_gib * GIB)),
+        *([Figure("base in sleeping engines", engine_ranks * base)] if base else []),
+        Figure("reward workers", leaders * workers * (assumed.worker_host_gib * GIB)),
     ]
     samples = config.batch.prompts_per_step * algorithm.group_size
     if config.rollout.routing_replay:  # doubled, because ranks share them
@@ -401,25 +389,25 @@ def _node(setup: PlannedJob, node: list[State], engine_ranks: int) -> HostMemory
             shape.num_layers, shape.num_dense, shape.num_experts, setup.experts_per_token
         ).token_bytes
         tokens = samples * setup.mean_sample
-        other.append(product("recorded experts", ranks=2 * ranks, tokens=tokens, per_token=per_token))
+        other.append(Figure("recorded experts", 2 * ranks * tokens * per_token))
     if algorithm.averages_reference:
-        other.append(product("reference's average", trust="exact", bytes=FP32, elements=elements))
+        other.append(Figure("reference's average", FP32 * elements))
     if algorithm.has_vocab_kl:
         tokens = samples * setup.mean_response / layout.num_replicas
         width = max((one.shape.hidden for one in teachers), default=0)
         holders = min(ranks, layout.tp * layout.num_replicas)  # number of ranks of the last stage
         label = "teacher's hidden states"
-        other.append(product(label, ranks=holders, tokens=tokens, width=width, itemsize=setup.itemsize))
+        other.append(Figure(label, holders * tokens * width * setup.itemsize))
     staged = checkpoint_bytes(setup) * ranks / layout.world_size
     copied = 0 if algorithm.averages_reference else algorithm.saved_reference_bytes(setup.itemsize)
     gathered = 3 * FP32 + copied  # bytes per element; every rank gathers
-    saving = figure("while saving", lambda: gathered * elements + staged)
+    saving = Figure("while saving", gathered * elements + staged)
     pinned_total = total("pinned per node", pinned)
     return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", [pinned_total, *other, saving]))
 
 
-def checkpoint_bytes(setup: PlannedJob) -> TracedNumber:
+def checkpoint_bytes(setup: PlannedJob) -> Figure:
     """Return the bytes of the weights, the fp32 masters and moments, and a reference that follows the policy."""
     parameters, b = elements_of(setup.trained_family, setup.shape, None).total, setup.itemsize
     reference = setup.config.algorithm.saved_reference_bytes(b)
-    return figure("a checkpoint", lambda: parameters * (b + 12 + reference))
+    return Figure("a checkpoint", parameters * (b + 12 + reference))

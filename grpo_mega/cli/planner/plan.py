@@ -1,8 +1,7 @@
 """A plan: whether a job will run, where its ranks are, how much memory it needs and how long a step takes.
 
 `Plan` takes a PlannedJob whose config breaks no rule (cli/preflight/findings.py). Everything else is arithmetic, done
-when it is asked for. Other plans for the same job: all legal layouts, single changes to the config, and the other
-placement of the engines.
+when it is asked for. Other plans for the same job: all legal layouts, and single changes to the config.
 """
 
 import json
@@ -13,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from grpo_mega import config as configs
-from grpo_mega.cli.planner.job import PlannedJob, TracedNumber, total
+from grpo_mega.cli.planner.job import Figure, PlannedJob, total
 from grpo_mega.cli.planner.memory import (
     EngineMemory,
     HostMemory,
@@ -25,7 +24,7 @@ from grpo_mega.cli.planner.memory import (
     stage_memory,
 )
 from grpo_mega.cli.planner.state import State
-from grpo_mega.cli.planner.timing import Link, Timing, communication, timing
+from grpo_mega.cli.planner.timing import Timing, timing
 from grpo_mega.cli.preflight import job_problems
 from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
@@ -62,28 +61,24 @@ class Plan:
         return engine_memory(self.setup)
 
     @cached_property
-    def engine_device(self) -> list[TracedNumber]:
+    def engine_device(self) -> list[Figure]:
         """Return the memory of a separate engine's device; empty if engines are colocated."""
         return engine_device(self.setup)
 
     @cached_property
-    def engine_total(self) -> TracedNumber:
+    def engine_total(self) -> Figure:
         return total("an engine's own device", self.engine_device)
 
     @cached_property
-    def links(self) -> list[Link]:
-        return list(communication(self.setup, self.largest_state))
-
-    @cached_property
     def timing(self) -> Timing:
-        return timing(self.setup, self.links, self.largest_state, self.engine)
+        return timing(self.setup, self.largest_state, self.engine)
 
     @cached_property
     def host(self) -> HostMemory:
         return host_memory(self.setup)
 
     @cached_property
-    def checkpoint(self) -> TracedNumber:
+    def checkpoint(self) -> Figure:
         return checkpoint_bytes(self.setup)
 
     @property
@@ -202,66 +197,37 @@ class Option:
     def rate(self) -> float:
         return float(self.plan.timing.tokens_per_second_per_gpu)
 
+    def coarse_rate(self, other: float) -> int:
+        """Return the rate in steps of 2% of another rate."""
+        return round(self.rate / other * 50)
+
 
 def suggest(setup: PlannedJob) -> list[Option]:
-    """Return the fastest layouts that leave MARGIN free, best first; if rates are equal, the smallest pp and tp
-    first.
+    """Return the fastest layouts that leave MARGIN free, best first.
+
+    Times count no communication, so of equal rates the layout that communicates least comes first.
     """
     options = [option for option in _options(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
-    options.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
-    return options[:NUM_SUGGESTED]
+    best = max((option.rate for option in options), default=1.0)
+
+    def rank(option: Option) -> tuple[int, ...]:
+        layout = option.plan.setup.layout
+        return -option.coarse_rate(best), layout.pp, layout.tp, layout.cp, layout.ep
+
+    return sorted(options, key=rank)[:NUM_SUGGESTED]
 
 
 def first_changes(plan: Plan) -> list[Option]:
     """Return single changes that make the plan fit with MARGIN free; if it already does, changes that make it
     faster.
     """
+    now = float(plan.timing.tokens_per_second_per_gpu)
     options = [option for option in _options(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
     if plan.fits and not plan.is_tight:
-        faster = 1.02 * plan.timing.tokens_per_second_per_gpu
-        options = [option for option in options if not option.plan.is_tight and option.rate > faster]
+        options = [option for option in options if not option.plan.is_tight and option.rate > 1.02 * now]
     else:
         options = [option for option in options if option.plan.spare > max(plan.spare + 0.005, 0.0)]
-    return sorted(options, key=lambda option: (option.plan.is_tight, -option.rate))[:NUM_FIRST_CHANGES]
-
-
-def other_placement(plan: Plan) -> tuple[Plan, Option | None] | None:
-    """Compare engines on the trainer's devices and on separate devices of the same GPUs.
-
-    Return the faster plan, and the best option that fits with the other placement (None if none fits). Return None
-    without a distribution of lengths, because the longest responses decide.
-    """
-    setup = replace(plan.setup, lengths=plan.setup.response_lengths)
-    if setup.lengths is None:
-        return None
-    layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
-    unit = layout.tp * layout.cp * layout.pp  # both placements have the same tp, cp and pp
-    separate: Changes = {
-        "rollout.placement": "separate",
-        "rollout.partial": False,
-        "rollout.oversample": 1.0,
-        "rollout.max_staleness": rollout.max_staleness if rollout.partial else 1,
-    }
-    candidates = (
-        [{"layout.engine_ranks": 0, "layout.dp": world // unit, "rollout.placement": "colocated"}]
-        if setup.is_separate
-        else [
-            {"layout.engine_ranks": ranks, "layout.dp": (world - ranks) // unit} | separate
-            for ranks in range(rollout.tp, world, rollout.tp)
-        ]
-    )
-    options = [option for option in _options(setup, candidates) if option.plan.fits]
-    if not options:
-        return plan, None
-    # A search with shrinking strides: with fewer engine ranks generation takes longer; with more engine ranks training
-    # does.
-    place = stride = len(options) // 2
-    while stride:
-        near = [i for i in (place, place - stride, place + stride) if 0 <= i < len(options)]
-        place = min(near, key=lambda i: options[i].plan.timing.step)
-        stride //= 2
-    other = options[place]
-    return plan if plan.fits and plan.timing.step <= other.plan.timing.step else other.plan, other
+    return sorted(options, key=lambda option: (option.plan.is_tight, -option.coarse_rate(now)))[:NUM_FIRST_CHANGES]
 
 
 def _options(setup: PlannedJob, candidates: Iterable[Changes]) -> Iterator[Option]:
@@ -325,8 +291,6 @@ def _single_changes(setup: PlannedJob) -> Iterator[Changes]:
             yield {"model.recompute_num_layers": smallest // 2}
     if layout.tp > 1 and not config.layout.sequence_parallel:
         yield {"layout.sequence_parallel": True}
-    if not config.layout.overlap_param_gather and layout.dp > 1:
-        yield {"layout.overlap_grad_reduce": True, "layout.overlap_param_gather": True}
     for factor in (0.5, 2.0):
         budget = round(config.batch.tokens_per_micro_batch * factor)
         if budget >= setup.longest_on_rank:

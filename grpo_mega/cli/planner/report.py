@@ -1,7 +1,7 @@
 """A plan as sections of figures, printed as JSON or as text for a terminal of 100 columns.
 
-The JSON has the fields that scripts need most at the top level, then every figure. The text has the same figures with
-notes.
+The JSON has the fields that scripts need most at the top level, then every figure and assumption. The text has the same
+figures with notes.
 """
 
 import textwrap
@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from grpo_mega.cli.planner.job import TracedNumber
+from grpo_mega.cli.planner.job import Figure
 from grpo_mega.cli.planner.memory import PHASES
-from grpo_mega.cli.planner.plan import MARGIN, Option, Plan, first_changes, other_placement
-from grpo_mega.cli.planner.timing import groups
+from grpo_mega.cli.planner.plan import MARGIN, Option, Plan, first_changes
+from grpo_mega.cli.planner.state import elements_of
 from grpo_mega.cli.preflight import Findings
+from grpo_mega.weights.layout import MegatronLayout
 
 WIDTH, LABEL_WIDTH = 100, 26
 # Words of the text, and what they are called in a plan for ranks on a CPU.
@@ -22,9 +23,7 @@ WITHOUT_GPU = {
     "per GPU": "per rank",
     "tokens/s/GPU": "tokens/s/rank",
     "Memory of a device": "Memory of a rank",
-    "from peak rates": "from measured rates",
-    "of the bf16 peak": "of the measured product",
-    "TFLOP/s bf16, 0 fp8, HBM": "TFLOP/s per rank, memory",
+    "of peak rates": "of measured rates",
 }
 AXES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 
@@ -34,20 +33,16 @@ class ReportSection:
     """Figures of one subject."""
 
     name: str
-    figures: list[TracedNumber]
+    figures: list[Figure]
     detail: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)  # keyed by a figure's label
     remarks: Iterable[str] = ()
-    is_formula: bool = False  # shown in the text only with --explain
 
 
 def sections(plan: Plan) -> Iterator[ReportSection]:
-    """Yield all figures by section. Memory figures are for the stage with the highest peak."""
+    """Yield all figures by section, except for the memory of a trainer's device."""
     setup, engine, host, timing = plan.setup, plan.engine, plan.host, plan.timing
     yield _batch(plan)
-    for phase, parts in plan.worst.phases.items():
-        yield ReportSection(f"memory, {phase}", [*parts, plan.worst.totals[phase]], is_formula=True)
-    yield ReportSection("activations of a layer", plan.worst.layer, is_formula=True)
     at_once = f"of mean length (rollout.max_concurrent={setup.config.rollout.max_concurrent})"
     yield ReportSection("engine", [engine.cache_tokens, engine.concurrent], notes={engine.concurrent.label: at_once})
     if plan.engine_device:
@@ -67,21 +62,13 @@ def sections(plan: Plan) -> Iterator[ReportSection]:
     )
     remarks = [f"A save needs {size} of free disk."]
     yield ReportSection("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
-    notes = {
-        link.kind: f"= {link.sent / 1e9:,.1f} GB; {'network' if link.crosses else setup.card.link};"
-        f" {link.num_crossing} of {link.num_groups} groups across nodes"
-        for link in plan.links
-    }
-    figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
-    yield ReportSection("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
     shares = {phase.label: phase / timing.step for phase in timing.phases}
-    waits = "Engines generate while the others train; sampling is the time that the trainers wait."
     yield ReportSection(
         "time",
-        [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share],
-        "of a step; an estimate from peak rates and assumed shares of them",
+        [*timing.phases, timing.step, timing.tokens_per_second_per_gpu],
+        "of a step; rough: operations and bytes over shares of peak rates",
         {label: f"{share:>7.0%}  {'#' * round(40 * share)}".rstrip() for label, share in shares.items()},
-        [waits] if setup.is_separate and setup.config.rollout.keeps_unfinished else [],
+        _time_remarks(plan),
     )
 
 
@@ -92,16 +79,15 @@ def _batch(plan: Plan) -> ReportSection:
         batch.micro_batches.label: f"of up to {sizes.tokens_per_micro_batch:,} tokens per optimizer step",
     }
     remarks = [f"{sizes.optimizer_steps:,} optimizer steps = {sizes.mini_batches} mini-batches x {sizes.epochs} epochs"]
-    if (lengths := setup.response_lengths) is not None:
-        values = ", ".join(f"p{percent}={lengths.at(percent / 100):,.0f}" for percent in (50, 90, 99))
-        remarks.append(f"Lengths of responses: {values} tokens{'' if setup.lengths else ' (assumed; give --lengths)'}")
     means = f"mean prompt {setup.mean_prompt:g}, mean response {setup.mean_response:g} tokens (assumed or given)"
     return ReportSection("batch", [*batch], means, notes, remarks)
 
 
-def _sync_remark(plan: Plan) -> Iterator[str]:
-    """Yield the traffic of a sync. Only the text counts it, because that takes a second for 512 ranks."""
-    if plan.links:
+def _time_remarks(plan: Plan) -> Iterator[str]:
+    """Yield remarks of the text alone, because the traffic of a sync takes a second to count for 512 ranks."""
+    if plan.setup.is_separate and plan.setup.config.rollout.keeps_unfinished:
+        yield "Engines generate while the others train; sampling is the time that the trainers wait."
+    if plan.setup.world_size > 1:
         traffic = plan.sync_traffic
         yield (
             f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between"
@@ -112,6 +98,8 @@ def _sync_remark(plan: Plan) -> Iterator[str]:
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
     setup, layout = plan.setup, plan.setup.layout
     places = [(rank, layout.place(rank)) for rank in range(layout.world_size)]
+    by_name = {f"memory, {phase}": [*parts, plan.worst.totals[phase]] for phase, parts in plan.worst.phases.items()}
+    by_name |= {section.name: section.figures for section in sections(plan)}
     suggestions = {} if options is None else {"suggestions": [_option_json(option) for option in options]}
     return {
         "fits": plan.fits,
@@ -128,13 +116,10 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "step_seconds": round(plan.timing.step, 3),
         "gpu": setup.card.name,
         "world_size": setup.world_size,
-        "num_nodes": setup.num_nodes,
         "peak_phase": plan.peak_phase,
         "peak_stage": plan.worst.pp_rank,
         "layout": {axis: getattr(layout, axis) for axis in AXES},
         "ranks": [{"tp": tp, "cp": layout.cp_rank(rank), "pp": pp, "dp": dp} for rank, (tp, pp, dp) in places],
-        "engine_ranks": setup.config.layout.engine_ranks,
-        "engines": setup.engine_layout.num_engines,
         "stages": [
             {
                 "stage": stage.pp_rank,
@@ -145,46 +130,10 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
             }
             for stage in plan.stages
         ],
-        "kv_cache_tokens": int(plan.engine.cache_tokens),
-        "engine_device_gib": round(plan.engine_total.gib, 3),
-        "placement": _placement_json(plan),
-        "pinned_gib_a_node": round(plan.host.pinned_total.gib, 1),
-        "host_peak_gib_a_node": round(plan.host.peak.gib, 1),
-        "checkpoint_gb": round(plan.checkpoint / 1e9, 1),
-        "checkpoints_held_gb": round(plan.kept_bytes / 1e9, 1),
-        "free_disk_asked_gb": round(plan.checkpoint / 1e9, 1),
-        "communication": [
-            {
-                "kind": link.kind,
-                "sent_bytes": link.sent.value,
-                "link": "network" if link.crosses else setup.card.link.lower(),
-                "groups": link.num_groups,
-                "groups_across_nodes": link.num_crossing,
-                "seconds": link.seconds.value,
-            }
-            for link in plan.links
-        ],
         "change_first": [_option_json(option) for option in first_changes(plan)],
-        "figures": {section.name: [figure.as_json() for figure in section.figures] for section in sections(plan)},
+        "figures": {name: [figure.as_json() for figure in figures] for name, figures in by_name.items()},
         "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
     } | suggestions
-
-
-def _placement_json(plan: Plan) -> dict[str, Any] | None:
-    """Return the faster placement with both times; None if there is no distribution of lengths."""
-    compared = other_placement(plan)
-    if compared is None:
-        return None
-    faster, other = compared
-    plans = [plan, other.plan] if other else [plan]
-    rollout = faster.setup.config.rollout
-    return {
-        "faster": rollout.placement,
-        "engine_ranks": faster.setup.config.layout.engine_ranks,
-        "max_staleness": rollout.max_staleness if rollout.is_separate else None,
-        "step_seconds": {one.setup.config.rollout.placement: round(one.timing.step, 3) for one in plans},
-        "other": other and _option_json(other),
-    }
 
 
 def _option_json(option: Option) -> dict[str, Any]:
@@ -197,9 +146,8 @@ def _option_json(option: Option) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
-    found = [section for section in sections(plan) if section.figures and (explains or not section.is_formula)]
-    batch, *rest = [_section_lines(section, explains=explains) for section in found]
+def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> str:
+    batch, *rest = map(_section_lines, sections(plan))
     parts = [_verdict(plan), _wrapped(findings.notes, "note: "), _ranks_lines(plan), batch, _memory(plan), *rest]
     changes = first_changes(plan)
     if changes or not plan.fits:
@@ -211,17 +159,8 @@ def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, 
         none = f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs"
         detail = f"the fastest that leave {MARGIN:.0%} free" if options else none
         parts.append([_head("Suggested layouts", detail), *_option_lines(options)])
-    card = plan.setup.card
-    if explains:
-        rates = (
-            f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g}"
-            f" fp8, HBM {card.hbm_bytes / 1e9:g} GB/s, {card.link} {card.nvlink_bytes / 1e9:g}, network"
-            f" {card.network_bytes / 1e9:g}, host {card.host_bytes / 1e9:g}"
-        )
-        rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
-        parts.append([_head("Assumptions", "cli/preflight/machine.py"), *_wrapped([*rows, rates], "  ")])
     text = "\n\n".join("\n".join(lines) for lines in parts if lines)
-    for words, without_gpu in WITHOUT_GPU.items() if card.is_cpu else ():
+    for words, without_gpu in WITHOUT_GPU.items() if plan.setup.card.is_cpu else ():
         text = text.replace(words, without_gpu)
     return text
 
@@ -233,8 +172,7 @@ def refusal_text(findings: Findings) -> str:
     return "\n".join([head, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
 
 
-def _section_lines(section: ReportSection, *, explains: bool) -> list[str]:
-    """Return a line per figure; with `explains` also its formula and inputs."""
+def _section_lines(section: ReportSection) -> list[str]:
     lines = [_head(section.name.capitalize(), section.detail)]
     for figure in section.figures:
         value = f"{figure:,.0f} {figure.unit}".rstrip()
@@ -244,13 +182,7 @@ def _section_lines(section: ReportSection, *, explains: bool) -> list[str]:
             value = _seconds(figure)
         elif not figure.unit and 0 < figure < 1:  # a share
             value = f"{figure:.0%}"
-        trust = f"({figure.trust})" if explains and figure.trust != "estimate" else ""
-        lines += _wrapped([_row(figure.label, value, section.notes.get(figure.label, ""), trust)], "  ")
-        if explains:
-            inputs = ", ".join(f"{name}={_number(value)}" for name, value in figure.inputs.items())
-            lines += _wrapped(
-                [f"{_number(figure.value)} = {figure.formula}", *([f"with {inputs}"] if inputs else [])], "      "
-            )
+        lines += _wrapped([_row(figure.label, value, section.notes.get(figure.label, ""))], "  ")
     return [*lines, *_wrapped(section.remarks, "  ")]
 
 
@@ -258,12 +190,8 @@ def _row(label: str, value: str, *notes: str) -> str:
     return " ".join([f"{label:{LABEL_WIDTH}}{value:>14}", *filter(None, notes)]).rstrip()
 
 
-def _number(value: float) -> str:
-    return f"{int(value)}" if isinstance(value, int) or value.is_integer() else f"{value:.6g}"
-
-
 def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value < 0.1 else f"{value:.1f} s" if value < 1000 else f"{value / 60:.0f} min"
+    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s" if value < 1000 else f"{value / 60:.0f} min"
 
 
 def _head(title: str, detail: str) -> str:
@@ -291,32 +219,11 @@ def _verdict(plan: Plan) -> list[str]:
         f"A step takes about {_seconds(timing.step)}; {timing.tokens_per_second_per_gpu:,.0f} tokens per second per"
         " GPU."
     )
-    parameters = plan.checkpoint.inputs["parameters"]
+    parameters = elements_of(setup.trained_family, setup.shape, None).total
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     place = f"{setup.world_size} {'ranks of' if setup.card.is_cpu else 'x'} {setup.card.title}"
     title = f"{setup.shape.model_type}, {size} parameters, on {place}"
-    lines, compared = [title, *_wrapped([answer]), speed], other_placement(plan)
-    if compared is None:
-        return lines
-    faster, option = compared
-    if option is None:
-        name = "colocated" if setup.is_separate else "separate"
-        choice = (
-            f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp"
-            " and pp."
-        )
-    else:
-        slower = option.plan if faster is plan else plan
-        first, second = (f"{_placement_name(one)}, {_seconds(one.timing.step)}" for one in (faster, slower))
-        choice = f"Expected faster: {first} per step; {second}{'' if slower.fits else ', does not fit'}."
-    return lines + _wrapped([choice])
-
-
-def _placement_name(plan: Plan) -> str:
-    config = plan.setup.config
-    if plan.setup.is_separate:
-        return f"separate (engine_ranks={config.layout.engine_ranks}, max_staleness={config.rollout.max_staleness})"
-    return "colocated with partial rollouts" if config.rollout.partial else "colocated"
+    return [title, *_wrapped([answer]), speed]
 
 
 def _ranks_lines(plan: Plan) -> list[str]:
@@ -329,7 +236,7 @@ def _ranks_lines(plan: Plan) -> list[str]:
     replicas = "data parallel" if layout.cp == 1 else "data and context parallel"
     names = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts", "dp": replicas}
     for axis, name in names.items():
-        first, *others = groups(layout, axis)
+        first, *others = rank_groups(layout, axis)
         if len(first) > 1:
             lines.append(_row(name, f"{len(others) + 1} groups of {len(first)};", f"the first: ranks {_ranks(first)}"))
     sizes = ["+".join(str(len(chunk)) for chunk in setup.chunks(pp_rank)) for pp_rank in range(layout.pp)]
@@ -346,6 +253,22 @@ def _ranks_lines(plan: Plan) -> list[str]:
         lines.append(_row("", "", f"on separate ranks, {ranks}; the others train"))
     head = _head("Rank placement", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")
     return [head, *_wrapped(lines, "  ")]
+
+
+def rank_groups(layout: MegatronLayout, axis: str) -> list[list[int]]:
+    """Return the groups of ranks that differ only along one axis: tp, cp, pp, ep, or dp, which includes cp."""
+    members: dict[object, list[int]] = {}  # keyed by the rank's place along all other axes
+    for rank in range(layout.world_size):
+        (tp_rank, pp, dp_rank), in_stage = layout.place(rank), layout.rank_in_stage(rank)
+        key = {
+            "tp": (pp, in_stage // layout.tp),
+            "cp": (pp, tp_rank, dp_rank),
+            "pp": in_stage,
+            "dp": (pp, tp_rank),
+            "ep": (pp, in_stage % layout.etp, in_stage // (layout.etp * layout.ep)),
+        }
+        members.setdefault(key[axis], []).append(rank)
+    return list(members.values())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

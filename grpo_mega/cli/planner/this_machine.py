@@ -114,9 +114,7 @@ def free_on_gpu(
 def plan_here(config: Config, model: Model, machine: Machine, rates: Rates) -> PlannedJob:
     """Return the job on this machine's cores, with assumed mean lengths."""
     ranks = min(machine.world_size, machine.ranks_per_node)
-    return replace(
-        plan_on(cpu_card(ranks, host_room(), rates), config, model, machine), assumed=cpu_assumptions(config, rates)
-    )
+    return replace(plan_on(cpu_card(ranks, host_room(), rates), config, model, machine), assumed=cpu_assumptions(rates))
 
 
 def measure_rates(config: Config, shape: ModelShape, ranks: int) -> Rates:
@@ -161,13 +159,11 @@ def cpu_card(ranks: int, room: HostRoom, rates: Rates) -> Card:
     )
 
 
-def cpu_assumptions(config: Config, rates: Rates) -> CpuAssumptions:
+def cpu_assumptions(rates: Rates) -> CpuAssumptions:
     """Return the assumptions, with overheads of this machine."""
     a = CPU_ASSUMED
-    all_reduces = 2 * a.gloo_s if config.layout.tp > 1 else 0.0
     return replace(
         a,
-        pass_layer_s=a.pass_layer_calls * rates.call_s + all_reduces,
         embedded_layer_s=a.decode_layer_calls * rates.call_s,
         decode_layer_s=a.decode_layer_calls * rates.call_s,
         decode_step_s=a.decode_step_calls * rates.call_s,

@@ -1,7 +1,7 @@
 """The machines of a job: cards, with the planner's assumptions, ranks and packages.
 
-Peaks of cards are from NVIDIA's data sheets (dense, without sparsity). The assumptions are estimates. `--explain` lists
-them. Every number of the planner that does not come from the config or the model is here.
+Peaks of cards are from NVIDIA's data sheets (dense, without sparsity). The assumptions are estimates. Every number
+of the planner that does not come from the config or the model is here; `plan --json` lists them.
 """
 
 import os
@@ -71,18 +71,12 @@ def _assume(value: float, why: str) -> float:
 @dataclass(frozen=True)
 class Assumptions:
     # Achieved shares of a peak.
-    matmul_share: float = _assume(
-        0.60, "share of the bf16 peak in a layer's matrix products; communication counts separately"
+    pass_share: float = _assume(
+        0.41, "share of the bf16 peak in passes over a step; measured on an H100, with the optimizer step"
     )
-    fp8_matmul_share: float = _assume(0.45, "share of the fp8 peak, including casts and scales")
-    attention_share: float = _assume(0.40, "share of the bf16 peak in packed causal flash attention")
-    logprob_share: float = _assume(0.50, "share of the bf16 peak in tiles of logits")
-    hbm_share: float = _assume(0.75, "share of the memory's rate in optimizer steps")
-    nvlink_share: float = _assume(0.70, "share of NVLink's rate in large collectives")
-    network_share: float = _assume(0.80, "share of the network's rate in large collectives")
-    host_share: float = _assume(0.80, "share of the link to pinned host memory, with all GPUs of a node at once")
+    fp8_speed: float = _assume(1.12, "speed of a pass in FP8 relative to bf16; measured on an H100, tensorwise")
+    link_share: float = _assume(0.75, "share of a link's rate: NVLink, network, and host memory")
     cpu_adam_bytes: float = _assume(2e10, "bytes per second that a rank's Adam reads and writes in host memory")
-    overlap_share: float = _assume(0.80, "hidden share of data-parallel communication that overlaps with compute")
     # Lengths.
     response_fill: float = _assume(0.50, "mean response length as a share of rollout.max_response_length")
     prompt_fill: float = _assume(0.25, "mean prompt length as a share of data.max_prompt_length")
@@ -108,7 +102,6 @@ class Assumptions:
     all_reduce_s: float = _assume(8e-6, "latency of one all-reduce within a node")
     embedded_layer_s: float = _assume(6e-4, "a layer in the transformers model, without CUDA graphs")
     prefill_share: float = _assume(0.50, "share of the peak of the engine's precision in prefill and decoding")
-    pass_layer_s: float = _assume(0.0, "overhead of a layer in a forward pass over a micro-batch")
     step_overhead_s: float = _assume(2.0, "remainder of a step: last rewards, packing, logs, sleeping and waking")
 
     def rows(self) -> Iterator[tuple[str, float, str]]:
@@ -124,13 +117,8 @@ ASSUMED = Assumptions()
 class CpuAssumptions(Assumptions):
     """Assumptions for ranks without a GPU. Rates are measured, so their shares are of a short measured product."""
 
-    matmul_share: float = _assume(0.80, "share of the measured product's rate in a layer's products")
-    attention_share: float = _assume(0.30, "share of the measured product's rate in padded attention")
-    logprob_share: float = _assume(0.60, "share of the measured product's rate in tiles of logits")
-    hbm_share: float = _assume(0.60, "share of the measured copy's rate in optimizer steps")
-    nvlink_share: float = _assume(1.0, "share of the assumed rate of gloo")
-    host_share: float = _assume(1.0, "share of the measured copy's rate when the reference's weights are swapped")
-    overlap_share: float = _assume(0.0, "hidden share of data-parallel communication: gloo uses the same cores")
+    pass_share: float = _assume(0.60, "share of the measured product's rate in passes over a step")
+    link_share: float = _assume(1.0, "share of the assumed rate of gloo, and of the measured copy's rate")
     packing_fill: float = _assume(0.90, "share of a micro-batch's token budget that samples fill")
     context_gib: float = _assume(0.45, "a process with torch, transformers and Megatron-core imported")
     communicator_gib: float = _assume(0.0, "gloo's buffers")
@@ -144,7 +132,6 @@ class CpuAssumptions(Assumptions):
     prefill_share: float = _assume(0.50, "share of the measured product's rate in prefill and decoding")
     step_overhead_s: float = _assume(0.3, "remainder of a step: last rewards, packing, logs")
     # Overheads, in calls of a small operation. The time of a call is measured, because it depends on machine and load.
-    pass_layer_calls: float = _assume(600, "calls in the forward pass of a layer")
     decode_layer_calls: float = _assume(250, "calls in a decoding step of a layer")
     decode_step_calls: float = _assume(800, "calls in a decoding step besides the layers")
     gloo_s: float = _assume(3e-4, "time of a small all-reduce of gloo between the ranks of a machine")

@@ -261,7 +261,7 @@ def _figures(found: Mapping[str, Any]) -> list[str]:
     per_gpu = found["step"]["tokens_per_second_per_gpu"]
     lines = [
         f"tokens/s/GPU of the step {with_plan(per_gpu, 'tokens_per_second_per_gpu', ',.0f')}; "
-        f"MFU of the update {with_plan(found['phases']['update']['mfu'], 'update_mfu', '.1%')}",
+        f"MFU of the update {_text(found['phases']['update']['mfu'], '.1%')}",
         f"micro-batches per rank {with_plan(found['micro_batches'], 'micro_batches', ',.1f')}; "
         f"padding waste {with_plan(found['padding_waste'], 'padding_waste', '.1%')}; "
         f"busiest data-parallel rank {_text(found['dp_imbalance'], '.1%')} above the mean",

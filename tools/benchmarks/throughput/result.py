@@ -267,7 +267,7 @@ def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, per_step: M
     except UserError as error:
         return {"source": f"none: {error}", "seconds": {}}
     timing = plan.timing
-    by_label = {figure.label: figure.value for figure in timing.phases}
+    by_label = {figure.label: figure for figure in timing.phases}
     forwards = {"logprobs": int(setup.config.needs_old_logprobs), "reference": int(setup.has_reference)}
     each = by_label["log-probs"] / max(1, sum(forwards.values()))
     moves, sync = by_label["offload and onload"], by_label["sync"]
@@ -278,15 +278,14 @@ def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, per_step: M
         "sync": sync or None,
         "sleep/wake": moves or None,
         "pack/exchange/other": by_label["everything else"],
-        "step": timing.step.value,
+        "step": timing.step,
     }
     return {
         "source": setup.card.title if gpu else f"{setup.card.title}; its shares and constants are a GPU's",
         "seconds": seconds,
-        "tokens_per_second_per_gpu": timing.tokens_per_second_per_gpu.value,
-        "update_mfu": timing.model_flops_share.value,
-        "bubble": plan.setup.batch.bubble.value,
-        "micro_batches": plan.setup.batch.micro_batches.value,
+        "tokens_per_second_per_gpu": timing.tokens_per_second_per_gpu,
+        "bubble": plan.setup.batch.bubble,
+        "micro_batches": plan.setup.batch.micro_batches,
         "padding_waste": 1 - setup.assumed.packing_fill,
         "sync_moved_bytes": plan.sync_traffic.moved,
         "peak_memory_gib": plan.peak_gib if gpu else None,

@@ -2,9 +2,9 @@
 GPU.
 
 `rehearse` starts this module as a process, which builds and runs each rank on fake tensors in a fake process group. The
-comparison covers parameters, buffers, communication by kind and the activations that autograd keeps, for a few
-micro-batches of full length. It verifies the formulas of Megatron's local layers, but not the formulas of Transformer
-Engine's layers. Every expert of an MoE model gets the same number of tokens, so the compared plan assumes no imbalance.
+comparison covers parameters, buffers and the activations that autograd keeps, for a few micro-batches of full length.
+It verifies the formulas of Megatron's local layers, but not the formulas of Transformer Engine's layers. Every expert
+of an MoE model gets the same number of tokens, so the compared plan assumes no imbalance.
 
 The process reads requests (`request_of`) from stdin, one line of JSON each. For each request it prints a line of JSON
 with its counts (`run_rank`). No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes
@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,24 +32,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from grpo_mega.cli.planner.activations import activations
 from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.memory import state_of
-from grpo_mega.cli.planner.timing import communication, groups
 from grpo_mega.config import OptimizerConfig, PrecisionConfig
-from grpo_mega.errors import ConfigError, PlanError
-from grpo_mega.text import filter_output
 
-COMMUNICATION, ACTIVATIONS = 0.03, 0.10  # tolerances relative to the rehearsed number; state is exact
+ACTIVATIONS = 0.10  # tolerance relative to the rehearsed number; state is exact
 SEGMENTS = 8  # samples of equal length per micro-batch
-CONTEXT = "CONTEXT_PARALLEL_GROUP"  # Megatron's description of the group that shares a sequence
-AXES = {
-    "tensor parallel": ("tp", "etp"),
-    "context parallel": ("cp",),
-    "pipeline": ("pp",),
-    "experts": ("ep",),
-    "gradients and weights": ("dp", "edp"),
-}
-# Two stages send in one direction over a group of all ranks, so both directions overlap. Experts may be spread over all
-# data-parallel ranks. So these kinds are recognized by a function of torch.distributed, not by their groups.
-FUNCTIONS = {"pipeline": "isend", "experts": "all_to_all_single"}
+COLLECTIVES = """
+    all_reduce broadcast all_gather_into_tensor _all_gather_base reduce_scatter_tensor _reduce_scatter_base
+    reduce_scatter all_to_all_single isend send irecv recv
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
 
 
 @dataclass(frozen=True)
@@ -79,10 +68,7 @@ def default_ranks(setup: PlannedJob) -> list[int]:
 
 
 def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]]) -> list[list[Comparison]]:
-    """Return the comparisons of each setup's ranks. A case is (setup, ranks, fields of config.json).
-
-    Raise ConfigError or PlanError.
-    """
+    """Return the comparisons of each setup's ranks. A case is (setup, ranks, fields of config.json)."""
     local = []
     for setup, ranks, fields in cases:
         # Megatron's local layers have no features of Transformer Engine, and the rehearsed experts are balanced.
@@ -91,44 +77,18 @@ def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]
         local.append((replace(setup, config=config, uses_te=False, assumed=assumed), ranks, fields))
     requests = [request_of(setup, rank, fields) for setup, ranks, fields in local for rank in ranks]
     process = subprocess.run(
-        [sys.executable, "-m", "grpo_mega.cli.rehearsal"],
+        [sys.executable, "-m", "tests.helpers.rehearsal"],
         input="".join(json.dumps(request) + "\n" for request in requests),
         capture_output=True,
         text=True,
     )
     answers = iter([json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")])
-    try:
-        return [[c for rank in ranks for c in _compare(setup, rank, next(answers))] for setup, ranks, _ in local]
-    except StopIteration:
-        last = (process.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-        raise PlanError(
-            f"the rehearsal ended with code {process.returncode}: {last}; plan without --rehearse"
-        ) from None
-
-
-def comparison_lines(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
-    """Return the comparisons as a table for a terminal of 100 columns."""
-    title = (
-        f"Rehearsal ({_num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local"
-        " layers)"
-    )
-    lines = [title, f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}"]
-    for c in comparisons:
-        verdict = "" if c.agrees else f"  more than {c.tolerance:.0%}"
-        lines.append(
-            f"  {c.rank:>4}  {c.label:26}{c.planned:>18,.0f}{c.rehearsed:>18,.0f}{c.difference:>9.1%}{verdict}"
-        )
-    return "\n".join(lines)
+    assert process.returncode == 0, process.stderr
+    return [[c for rank in ranks for c in _compare(setup, rank, next(answers))] for setup, ranks, _ in local]
 
 
 def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request for a rank, with tokens per micro-batch and per segment. Raise ConfigError for an unknown
-    rank.
-    """
-    size = setup.layout.world_size
-    if not 0 <= rank < size:
-        trains = " that train" if setup.is_separate else ""
-        raise ConfigError(f"--ranks={rank} is none of the {size} ranks{trains}; name some from 0 to {size - 1}")
+    """Return the request for a rank that trains, with tokens per micro-batch and per segment."""
     config = setup.config.model_dump(mode="json")
     config["layout"] |= {"dp": setup.layout.dp, "engine_ranks": 0}
     config["rollout"]["placement"] = "colocated"
@@ -136,7 +96,7 @@ def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[
         "config": config,
         "model": dict(fields),
         "rank": rank,
-        "world_size": size,
+        "world_size": setup.layout.world_size,
         "num_batches": _num_batches(setup),
         "num_tokens": setup.micro_batch_tokens,
         "segment": -(-setup.micro_batch_tokens // SEGMENTS),
@@ -158,56 +118,26 @@ def _compare(setup: PlannedJob, rank: int, found: Mapping[str, Any]) -> Iterator
     yield Comparison(rank, "gradients", state.gradients, found["gradients"])
     kept = sum(activations(setup, pp_rank, padding=1.0).kept)  # segments of equal length need no padding
     yield Comparison(rank, "activations kept", kept, found["kept"], ACTIVATIONS)
-    is_first, is_last = pp_rank == 0, pp_rank == setup.layout.pp - 1
-    # The inputs of the plan's formulas for a rehearsal's micro-batches on this stage.
-    inputs = {
-        "tokens": setup.micro_batch_tokens * _num_batches(setup),
-        "updates": 1,
-        "forwards": 0,
-        "optimizer_steps": 1,
-        "layers": setup.num_layers(pp_rank),
-        "moe_layers": setup.num_moe_layers(pp_rank),
-        "ends": is_first + is_last,
-    }
-    for link in communication(setup, state):
-        if link.kind in AXES:
-            mine = {group for axis in AXES[link.kind] for group in groups(setup.layout, axis) if rank in group}
-            only, is_context = FUNCTIONS.get(link.kind), link.kind == "context parallel"
-            sent = sum(
-                size
-                # The same group of ranks may also reduce gradients.
-                for ranks, name, size, of_context in found["sent"]
-                if (name == only if only else tuple(ranks) in mine and name != "all_to_all_single")
-                and of_context == is_context
-            )
-            planned = link.sent.at(**{name: value for name, value in inputs.items() if name in link.sent.inputs})
-            if link.kind == "pipeline" and (is_first or is_last):  # they have one neighbour only
-                planned -= planned / (2 * setup.layout.vpp)
-            yield Comparison(rank, link.kind, planned, sent, COMMUNICATION)
 
 
 def main() -> None:
-    counted = Counted()
-    counted.install()
+    send_nothing()
     from grpo_mega.megatron import runtime as runtimes
 
     for line in sys.stdin:  # each request creates new groups
         request = json.loads(line)
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
-        print(json.dumps(run_rank(request, counted)), flush=True)
+        print(json.dumps(run_rank(request)), flush=True)
         runtimes.stop()
 
 
-def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
-    """Return parameters, buffers, peak bytes that autograd keeps, and bytes that the rank sends by group and
-    function.
-    """
+def run_rank(request: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters, buffers and the peak bytes that autograd keeps."""
     from transformers import AutoConfig
 
     from grpo_mega import config as configs
     from grpo_mega.algorithm.losses import LossOutputs
     from grpo_mega.distributed.device import Device
-    from grpo_mega.megatron import optimizer as optimizers
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.attention import pack_params
     from grpo_mega.megatron.policy import Policy
@@ -226,7 +156,6 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     cp_size, cp_rank = runtime.layout.cp, runtime.cp_rank
     dtype, window = DTYPES[config.model.resolved_dtype], max(shape.windows, default=0)
     params = pack_params(cuts, torch.arange(length), dtype, cp_size, cp_rank, window=window)
-    counted.sent.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), _patched_for_fake_tensors():
         policy = Policy(config, shape, family_of(shape.model_type), hf_config, runtime)
         policy.pipeline.packed_seq_params_of = lambda batch: params  # type: ignore[method-assign]
@@ -241,15 +170,12 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
                 policy.pipeline.forward_backward(
                     [batch] * request["num_batches"], lambda hidden_TH, batch: LossOutputs(hidden_TH.sum(), {}, {})
                 )
-        if not config.layout.overlap_param_gather:  # with overlap the first pass has gathered them
-            optimizers.gather_parameters(policy.chunks)  # an optimizer step gathers them
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
         "num_parameters": sum(p.numel() for p in policy.parameters.values() if p.requires_grad),
         "weights": sum(b.param_data.nbytes for b in buffers) + sum(map(_bytes, policy.lora.frozen)),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "kept": kept.most,
-        "sent": [[list(key[0]), key[1], sent, key[2]] for key, sent in sorted(counted.sent.items())],
     }
 
 
@@ -261,56 +187,27 @@ class _Done:
         return True
 
 
-class Counted:
-    """Count the bytes that this rank sends to other ranks with ring algorithms, by participating ranks."""
+def send_nothing() -> None:
+    """Replace functions of torch.distributed by functions that do nothing. Call it before Megatron imports them by
+    name.
+    """
+    for name in COLLECTIVES:
+        setattr(dist, name, _named(name))
+    dist.batch_isend_irecv = lambda p2p_op_list: [p2p.op(p2p.tensor, group=p2p.group) for p2p in p2p_op_list]
+    for name in ("isend", "irecv", "send", "recv"):
+        setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of this module
+    dist.barrier = lambda *args, **kwargs: None
+    make_group = dist.new_group
+    # Megatron asks for gloo.
+    dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
 
-    def __init__(self) -> None:
-        self.sent: Counter[tuple[tuple[int, ...], str, bool]] = Counter()  # keys: ranks, function, is context-parallel
 
-    def add(self, group: dist.ProcessGroup | None, name: str, num_bytes: float) -> None:
-        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        if len(ranks) > 1 and num_bytes:
-            self.sent[tuple(ranks), name, group is not None and group.group_desc == CONTEXT] += int(num_bytes)
+def _named(name: str) -> Callable[..., _Done]:
+    def done(*args: Any, **kwargs: Any) -> _Done:
+        return _Done()
 
-    def install(self) -> None:
-        """Replace functions of torch.distributed by functions that only count. Call it before Megatron imports them by
-        name.
-        """
-        for name, share in (
-            ("all_reduce", lambda n, tensor: 2 * _bytes(tensor) * (n - 1) / n),
-            ("broadcast", lambda n, tensor: _bytes(tensor)),
-            ("all_gather_into_tensor", lambda n, output, given: _bytes(given) * (n - 1)),
-            ("_all_gather_base", lambda n, output, given: _bytes(given) * (n - 1)),
-            ("reduce_scatter_tensor", lambda n, output, given: _bytes(given) * (n - 1) / n),
-            ("_reduce_scatter_base", lambda n, output, given: _bytes(given) * (n - 1) / n),
-            ("reduce_scatter", lambda n, output: _bytes(output) * (n - 1)),  # its input is a list, not a tensor
-            ("all_to_all_single", lambda n, output, given, *sizes: _bytes(given) * (n - 1) / n),
-            ("isend", lambda n, tensor: _bytes(tensor)),
-            ("send", lambda n, tensor: _bytes(tensor)),
-            ("irecv", lambda n, tensor: 0),
-            ("recv", lambda n, tensor: 0),
-        ):
-            setattr(dist, name, self._counting(name, share))
-        dist.batch_isend_irecv = lambda p2p_op_list: [p2p.op(p2p.tensor, group=p2p.group) for p2p in p2p_op_list]
-        for name in ("isend", "irecv", "send", "recv"):
-            setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of this module
-        dist.barrier = lambda *args, **kwargs: None
-        make_group = dist.new_group
-        # Megatron asks for gloo.
-        dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
-
-    def _counting(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
-        """Return a function that counts `share(ranks, *tensors)` bytes instead of sending them."""
-
-        def counted(*args: Any, **kwargs: Any) -> _Done:
-            tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-            group = next((v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup)), None)
-            size = group.size() if group is not None else dist.get_world_size()
-            self.add(group, name, share(size, *tensors))
-            return _Done()
-
-        counted.__name__ = name
-        return counted
+    done.__name__ = name
+    return done
 
 
 class Kept:
@@ -402,5 +299,4 @@ class _Select(torch.autograd.Function):
 
 
 if __name__ == "__main__":
-    filter_output()
     main()
