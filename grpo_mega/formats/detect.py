@@ -58,7 +58,7 @@ class Manifest:
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
     draws: int  # number of prompt batches drawn from the data so far
-    inputs: dict[str, str]  # digests of model and data, see run/model_files.py
+    inputs: dict[str, str]  # digests of model and data, see run/inputs.py
     kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
     kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
     adapter: dict[str, Any] | None = None  # model.lora; the state is then an adapter of the model in `inputs`

@@ -24,6 +24,7 @@ from grpo_mega.distributed.versions import installed_set
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
 from grpo_mega.formats.detect import Manifest, read_manifest
+from grpo_mega.formats.model import ModelFiles, decoder
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
 from grpo_mega.megatron.policy import Policy, shards_of
@@ -39,27 +40,20 @@ from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import check_adapter, check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.engines import (
+from grpo_mega.run.export import export_adapter, export_policy, with_end_token
+from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.inputs import InputDigests, SameInputs
+from grpo_mega.run.parts import (
     build_adapter_sync,
     build_engine,
+    build_policy,
     build_sync,
     drives_engine,
     make_room,
     measure_free_memory,
     open_agents,
     open_conversations,
-)
-from grpo_mega.run.folder import adopt, trim
-from grpo_mega.run.inputs import SameInputs
-from grpo_mega.run.model_files import (
-    InputDigests,
-    ModelFiles,
-    build_policy,
-    decoder,
-    export_adapter,
-    export_policy,
     training_sampling,
-    with_end_token,
 )
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
@@ -203,9 +197,9 @@ class TrainingJob:
         folder = self.config.run_dir / EXPORT_DIR
         record = next_export_record(self.checkpoints.folder, self.steps_done, installed_set().record)
         if self.config.algorithm.is_sft:
-            record |= with_end_token(self.config, self.model)
-        if self.config.model.lora is not None:
-            export_adapter(self.policy, self.model, self.config.model, self.config.run_dir / ADAPTER_DIR)
+            record |= with_end_token(self.model, self.config.rollout.stop_token_ids)
+        if (lora := self.config.model.lora) is not None:
+            export_adapter(self.policy, self.model, lora, self.config.run_dir / ADAPTER_DIR)
         export_policy(self.policy, self.model, folder, record=record, shows_progress=self.shows_progress)
         self.log.message(f"policy saved as a Hugging Face checkpoint in {folder}")
 
@@ -371,7 +365,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         everyone, scorer = runtime.everyone, Scorer(pool, decode)
         with runtime.raise_on_all_ranks(everyone):
-            conversations = open_conversations(config, tokenizer, model, agents, log.warn)
+            conversations = open_conversations(config, tokenizer, decode, sampling, agents, log.warn)
         stack.enter_context(conversations or nullcontext())
         raises = partial(runtime.raise_on_all_ranks, everyone)
         parts = (config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone)

@@ -31,7 +31,7 @@ from grpo_mega.run.batches import update_policy
 from grpo_mega.run.folder import explained
 from grpo_mega.run.inputs import SameInputs
 from grpo_mega.run.job import TrainingJob, open_training
-from grpo_mega.run.model_files import build_policy
+from grpo_mega.run.parts import build_policy
 from grpo_mega.text import read_lines
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 

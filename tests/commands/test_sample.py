@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega import cli
 from grpo_mega.cli.commands.sample import ReplyStream
-from grpo_mega.run.model_files import decoder
+from grpo_mega.formats.model import decoder
 from grpo_mega.text import printable
 from tests.helpers.runs import run
 from tools.benchmarks import kills

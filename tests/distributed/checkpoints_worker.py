@@ -20,9 +20,9 @@ from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.detect import read_manifest
-from grpo_mega.run import model_files, saving
+from grpo_mega.run import inputs, saving
 from grpo_mega.run.checkpoints import latest
-from grpo_mega.run.model_files import InputDigests
+from grpo_mega.run.inputs import InputDigests
 from grpo_mega.run.saving import Checkpoints
 from tests.helpers.ranks import run_cases
 from tests.helpers.slow_policy import SlowPolicy, manifest
@@ -211,7 +211,7 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
     """Hash the whole content of every file. Ranks share the pieces, and no file size is a multiple of the piece
     size.
     """
-    model_files.PIECE, model_files._CHUNK = 1000, 300
+    inputs.PIECE, inputs._CHUNK = 1000, 300
     path = folder / "model"
     contents = {
         "config.json": b"{}",

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega.config import RewardsConfig
+from grpo_mega.formats.model import decoder
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.run.model_files import decoder
 from grpo_mega.types import Prompt, Sample
 from tests.helpers import runs
 from tools.benchmarks import kills

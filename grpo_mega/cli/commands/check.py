@@ -233,11 +233,13 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Write the case's outcome to `folder`. All ranks of the layout call this."""
     import torch
 
+    from grpo_mega.formats.model import read_model_files
     from grpo_mega.observe.progress import Pace, Timers
     from grpo_mega.run.batches import assign_advantages, attach_logprobs, gather_responses, pack, update_policy
-    from grpo_mega.run.model_files import build_policy, export_policy, read_model_files
+    from grpo_mega.run.export import export_policy
+    from grpo_mega.run.parts import build_policy
 
-    model = read_model_files(case.config)
+    model = read_model_files(case.config.model)
     policy = build_policy(case.config, model, runtime)
     samples = [sample for group in groups for sample in group.samples]
     if not policy.algorithm.has_kl_reward:

@@ -284,7 +284,7 @@ def run_export(options: ExportOptions) -> int:
         verify_files(checkpoint, manifest, rank=0, world_size=1)
         if lora is not None:
             from grpo_mega.formats import adapter
-            from grpo_mega.run.model_files import check_base
+            from grpo_mega.run.inputs import check_base
 
             if options.is_merged and config.model.init == "random":
                 raise ConfigError(
@@ -297,9 +297,10 @@ def run_export(options: ExportOptions) -> int:
     if lora is None:
         convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
     if config.algorithm.is_sft and (out / "config.json").exists():
-        from grpo_mega.run.model_files import read_model_files, with_end_token
+        from grpo_mega.formats.model import read_model_files
+        from grpo_mega.run.export import with_end_token
 
-        for name, content in with_end_token(config, read_model_files(config)).items():
+        for name, content in with_end_token(read_model_files(config.model), config.rollout.stop_token_ids).items():
             write_atomically(out / name, content)
     print(f"policy after step {manifest.step} written to {out}")
     return 0

@@ -34,11 +34,11 @@ from grpo_mega.processes import KEEP, own_folder, private_folder
 from grpo_mega.run.checkpoints import SavedPolicy, check_adapter, check_model, find_policy
 
 if TYPE_CHECKING:
+    from grpo_mega.formats.model import ModelFiles
     from grpo_mega.megatron.policy import Policy
     from grpo_mega.megatron.runtime import Runtime
     from grpo_mega.run.evaluation import Evaluated
     from grpo_mega.run.job import Job
-    from grpo_mega.run.model_files import ModelFiles
     from grpo_mega.types import Prompt
 
 
@@ -63,7 +63,8 @@ class EvalRequest:
         import torch.distributed as dist
 
         from grpo_mega.megatron.policy import Policy
-        from grpo_mega.run.model_files import build_policy, check_base, load_saved
+        from grpo_mega.run.inputs import check_base
+        from grpo_mega.run.parts import build_policy, load_saved
         from grpo_mega.run.saving import verify_files
 
         chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile

@@ -303,8 +303,8 @@ class Chat:
 
     def __init__(self, job: Job, request: SampleRequest) -> None:
         from grpo_mega.data.chat import Renderer, set_date
+        from grpo_mega.formats.model import read_tokenizer
         from grpo_mega.run.folder import first_start
-        from grpo_mega.run.model_files import read_tokenizer
 
         self._job, self._step = job, request.step
         self._tokenizer = read_tokenizer(job.model.folder, job.model.shape.vocab)

@@ -1,10 +1,11 @@
-"""Build the engine of the config, and the weight sync that fills it."""
+"""Build the parts of a job from its config: the policy, the engine, and the weight sync that fills the engine."""
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,20 @@ from grpo_mega.distributed.environment import ALLOCATOR, cuda_compiler
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import raise_all
+from grpo_mega.formats import adapter
+from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.formats.model import ModelFiles, read_model_files
+from grpo_mega.formats.reader import CheckpointReader, random_reader
 from grpo_mega.megatron.model import shards_of, uses_transformer_engine
+from grpo_mega.megatron.offload import Teacher
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.progress import GIB, FreeMemory
+from grpo_mega.observe.progress import GIB, FreeMemory, phase
 from grpo_mega.paths import ENGINES
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.engine import Engine, NoEngine
+from grpo_mega.rollout.engine import Engine, NoEngine, Sampling
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.conversations import Conversations
@@ -31,11 +39,47 @@ from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, ServedL
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.requirements import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.sglang.server import EngineSettings
+from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.colocation import GpuMemory, WeightSync
-from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
+from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.derived import adapter_family, module_names, sends_adapter, whole_layers
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
+
+
+def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
+    """Build the policy and its teachers. The policy gets the checkpoint's weights, or random weights from the seed."""
+    policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+    load = partial(policy.load, read_adapter=adapter.read(config.model.adapter) if config.model.adapter else None)
+    _read_start(config, model, load)
+    for name, settings in config.teachers.items():
+        if settings.url is None:
+            theirs = read_model_files(config.model.model_copy(update={"path": settings.path}))
+            with phase(f"loading the teacher {name}", runtime.rank == 0 and config.log.progress):
+                teacher = Teacher(config, theirs.shape, theirs.family, theirs.hf_config, runtime, model.shape.vocab)
+                theirs.read_weights(teacher.load)
+            policy.teachers[name] = teacher
+        else:
+            with runtime.raise_on_all_ranks():
+                check_server(name, settings.url)
+    return policy
+
+
+def _read_start(config: Config, model: ModelFiles, load: Callable[[Callable[[Box], torch.Tensor]], None]) -> None:
+    """Load the weights that a run starts from: the model's, or random ones from the seed."""
+    if config.model.init == "random":
+        load(random_reader(model.family.hf_tensors(model.shape), config.seed, model.hf_config.initializer_range))
+    else:
+        model.read_weights(load)
+
+
+def load_saved(config: Config, policy: Policy, model: ModelFiles, folder: Path) -> None:
+    """Fill the weights from `folder`, a model or a checkpoint's state. With model.lora such a state is an adapter."""
+    if not policy.lora.parameters or not is_distributed_checkpoint(folder) or folder == model.folder:
+        model.read_weights(policy.load_weights, folder)
+        return
+    with CheckpointReader(MegatronWeights(folder, policy.lora.family, model.shape)) as saved:
+        _read_start(config, model, partial(policy.load_weights, read_adapter=saved.read))
 
 
 def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> Engine:
@@ -90,6 +134,22 @@ def build_adapter_sync(
     return build_sync(config, DTYPES[config.engine_dtype], trainer, leaders, runtime, rendezvous)
 
 
+def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Sampling:
+    """Return the sampling parameters of training."""
+    return Sampling(
+        group_size=config.algorithm.group_size,
+        temperature=config.rollout.temperature,
+        max_response_length=config.rollout.max_response_length,
+        stop_token_ids=model.stop_ids(tokenizer, config.rollout.stop_token_ids),
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        seed=config.seed,
+        vocab_size=model.shape.vocab,
+        with_routes=bool(config.rollout.routing_replay),
+        longest_first=config.rollout.longest_first,
+    )
+
+
 def open_agents(config: Config) -> AgentWorkers | AbstractContextManager[None]:
     """Start the workers that run agents and tools, as a context manager. Return an empty one without agents."""
     if not config.rollout.has_agents:
@@ -98,7 +158,12 @@ def open_agents(config: Config) -> AgentWorkers | AbstractContextManager[None]:
 
 
 def open_conversations(
-    config: Config, tokenizer: Any, model: ModelFiles, workers: AgentWorkers | None, warn: Callable[[str], None]
+    config: Config,
+    tokenizer: Any,
+    decode: Callable[[Sequence[int]], str],
+    sampling: Sampling,
+    workers: AgentWorkers | None,
+    warn: Callable[[str], None],
 ) -> Conversations | None:
     """Open the endpoint at which agents talk to this rank's engine. Return None without workers. Raise ConfigError."""
     if workers is None:
@@ -108,8 +173,8 @@ def open_conversations(
     most = cp * (config.batch.tokens_per_micro_batch - (2 * rollout.max_turns if cp > 1 else 0))
     return Conversations(
         tokenizer,
-        decoder(tokenizer, model),
-        training_sampling(config, model, tokenizer),
+        decode,
+        sampling,
         workers,
         max_turns=rollout.max_turns,
         max_context=config.data.max_prompt_length + rollout.max_response_length,
