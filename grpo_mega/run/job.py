@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore
 
-from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.data.load import RunData, Sampler
 from grpo_mega.distributed.device import PeakMemory
@@ -38,10 +38,11 @@ from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
+from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.run.checkpoints import check_adapter, check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.export import export_adapter, export_policy, with_end_token
-from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.folder import adopt, changed_settings, trim
 from grpo_mega.run.inputs import InputDigests, SameInputs
 from grpo_mega.run.parts import (
     build_adapter_sync,
@@ -57,11 +58,9 @@ from grpo_mega.run.parts import (
 )
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
-from grpo_mega.text import as_text
 from grpo_mega.types import Prompt, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
-_MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 
 
 @dataclass(kw_only=True)
@@ -304,8 +303,9 @@ class TrainingJob:
 class Job(TrainingJob):
     """A job with an engine."""
 
-    colocation: Colocation
-    rollouts: Rollouts
+    # open_job sets both once the log is open.
+    colocation: Colocation = field(init=False)
+    rollouts: Rollouts = field(init=False)
 
     def log_peak_memory(self) -> None:
         super().log_peak_memory()
@@ -322,6 +322,9 @@ class Job(TrainingJob):
             )
             self.is_stopping = agreed[0]
         return super().stops_after(step)
+
+
+AnyJob = TypeVar("AnyJob", bound=TrainingJob)
 
 
 @contextmanager
@@ -353,27 +356,44 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        base = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks)
-        log = base.log
+        job = open_training(Job, stack, config, runtime, model, data, sampler, policy, timers, hooks)
         trainer, served = shards_of(model.family, model.shape, config, runtime), engine.shard_layout
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, served, runtime, rendezvous)
-        colocation = Colocation(
-            policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
+        job.colocation = Colocation(
+            policy, engine, sync, rendezvous, timers, config.rollout, memory, job.log.message, runtime.first_engine_rank
         )
-        colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
-        colocation.free = measure_free_memory(config, model, runtime, hooks.plan_free)
-        sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
-        everyone, scorer = runtime.everyone, Scorer(pool, decode)
-        with runtime.raise_on_all_ranks(everyone):
-            conversations = open_conversations(config, tokenizer, decode, sampling, agents, log.warn)
-        stack.enter_context(conversations or nullcontext())
-        raises = partial(runtime.raise_on_all_ranks, everyone)
-        parts = (config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone)
-        rollouts = Rollouts(*parts, raises, conversations)
-        yield Job(**vars(base), colocation=colocation, rollouts=rollouts)
+        job.colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
+        job.colocation.free = measure_free_memory(config, model, runtime, hooks.plan_free)
+        job.rollouts = build_rollouts(job, tokenizer, pool, agents)
+        stack.enter_context(job.rollouts.conversations or nullcontext())
+        yield job
+
+
+def build_rollouts(job: Job, tokenizer: Any, pool: RewardPool, agents: AgentWorkers | None) -> Rollouts:
+    """Connect the engine with the rewards and, with agents, with their conversations. All ranks call it."""
+    config, runtime, colocation = job.config, job.runtime, job.colocation
+    sampling, decode = training_sampling(config, job.model, tokenizer), decoder(tokenizer, job.model)
+    raise_on_all_ranks = partial(runtime.raise_on_all_ranks, runtime.everyone)
+    with raise_on_all_ranks():
+        conversations = open_conversations(config, tokenizer, decode, sampling, agents, job.log.warn)
+    return Rollouts(
+        config=config,
+        engine=colocation.engine,
+        recover=colocation.recover,
+        rendezvous=colocation.rendezvous,
+        scorer=Scorer(pool, decode),
+        sampling=sampling,
+        decode=decode,
+        timers=job.timers,
+        warn=job.log.warn,
+        ranks=runtime.everyone,
+        raise_on_all_ranks=raise_on_all_ranks,
+        conversations=conversations,
+    )
 
 
 def open_training(
+    kind: type[AnyJob],
     stack: ExitStack,
     config: Config,
     runtime: Runtime,
@@ -383,14 +403,14 @@ def open_training(
     policy: Policy | None,
     timers: Timers,
     hooks: Hooks,
-) -> TrainingJob:
+) -> AnyJob:
     """Open the log, the watchdog and the checkpoints. The end of `stack` closes them."""
     log = open_log(config, runtime, data.notes, hooks)
     stack.callback(log.close)
     gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
     tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
     stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
-    return TrainingJob(
+    return kind(
         config=config,
         runtime=runtime,
         model=model,
@@ -423,16 +443,3 @@ def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hook
     for message in (*kernels, describe(), changed_settings(config), *notes, *changes):
         log.message(message)
     return log
-
-
-def changed_settings(config: Config) -> str:
-    """Return the settings that differ from the defaults, with a line for each section."""
-    sections: dict[str, list[str]] = {}
-    for key, value in configs.changed(config).items():
-        section, name = key.split(".", 1) if "." in key else ("", key)
-        text = as_text(value).replace("\n", "\\n")
-        sections.setdefault(section, []).append(
-            f"{name}={text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'}"
-        )
-    lines = [f"{f'{section}: ' if section else ''}{', '.join(values)}" for section, values in sections.items()]
-    return "\n  ".join(["settings that differ from the defaults:", *lines])

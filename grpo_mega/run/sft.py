@@ -52,7 +52,7 @@ def run(config: Config, hooks: Hooks | None = None) -> None:
         model, _, data, sampler = inputs.found
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
         policy = build_policy(config, model, runtime)
-        job = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks or Hooks())
+        job = open_training(TrainingJob, stack, config, runtime, model, data, sampler, policy, timers, hooks or Hooks())
         stack.enter_context(job.saved_on_failure())
         stack.enter_context(job.listening())
         first, tracer = job.resume(), job.tracer()
