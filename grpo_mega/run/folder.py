@@ -33,7 +33,7 @@ from grpo_mega.data.load import BY_PROMPT, BY_TEXT
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
-from grpo_mega.formats.detect import read_manifest
+from grpo_mega.formats.checkpoints import latest, read_manifest, tell_latest
 from grpo_mega.paths import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -50,7 +50,6 @@ from grpo_mega.paths import (
     read_json,
     write_atomically,
 )
-from grpo_mega.run.checkpoints import latest, tell_latest
 from grpo_mega.text import as_text, read_json_lines
 from grpo_mega.yaml_text import parse_yaml
 

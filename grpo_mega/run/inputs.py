@@ -40,8 +40,8 @@ from grpo_mega.distributed.libraries import read_libraries, read_variables
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ConfigError, EngineError, ResumeError, UserError
+from grpo_mega.formats.checkpoints import Manifest
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
-from grpo_mega.formats.detect import Manifest
 from grpo_mega.formats.hf_files import weight_files
 from grpo_mega.formats.model import ModelFiles, read_model_files, read_tokenizer
 from grpo_mega.observe.progress import phase

@@ -23,7 +23,15 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
-from grpo_mega.formats.detect import Manifest, read_manifest
+from grpo_mega.formats.checkpoints import (
+    Manifest,
+    check_adapter,
+    check_model,
+    export_record,
+    latest,
+    read_manifest,
+    tell_latest,
+)
 from grpo_mega.formats.model import ModelFiles, decoder
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
@@ -39,7 +47,6 @@ from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.rollout.sessions.agents import AgentWorkers
-from grpo_mega.run.checkpoints import check_adapter, check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.export import export_adapter, export_policy, with_end_token
 from grpo_mega.run.folder import adopt, changed_settings, trim
@@ -194,7 +201,7 @@ class TrainingJob:
         """Write the policy to RUN_DIR/hf after the last step. Call this while the policy has the devices."""
         assert self.policy is not None, "a rank without a policy exports nothing"
         folder = self.config.run_dir / EXPORT_DIR
-        record = next_export_record(self.checkpoints.folder, self.steps_done, installed_set().record)
+        record = export_record(self.checkpoints.folder, self.steps_done, installed_set().record)
         if self.config.algorithm.is_sft:
             record |= with_end_token(self.model, self.config.rollout.stop_token_ids)
         if (lora := self.config.model.lora) is not None:

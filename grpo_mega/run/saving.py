@@ -4,7 +4,7 @@ Training waits only until the state is in a private folder in the tmpfs of each 
 removes their names, so the memory is freed when the process ends, however it ends. A background thread of each rank
 then hashes its files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back. The threads of all ranks
 communicate through the job's store. When all ranks are done, and the step is logged because a resumed run never repeats
-it, rank 0's thread publishes the checkpoint (checkpoints.py). So a visible checkpoint is always complete.
+it, rank 0's thread publishes the checkpoint (formats/checkpoints.py). So a visible checkpoint is always complete.
 
 A staging folder that no process has locked is left over from a killed run, and the next run of the same user removes
 it. Folders of other users are never used, followed or removed. `verify` detects files that changed since they were
@@ -35,11 +35,10 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import Manifest
+from grpo_mega.formats.checkpoints import Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
 from grpo_mega.paths import CHECKPOINTS, LATEST, STATE
 from grpo_mega.processes import make_locked_folder, remove_unlocked
-from grpo_mega.run.checkpoints import clean, partial_name, publish
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import read_manifest
+from grpo_mega.formats.checkpoints import latest, read_manifest
 from grpo_mega.run import inputs, saving
-from grpo_mega.run.checkpoints import latest
 from grpo_mega.run.inputs import InputDigests
 from grpo_mega.run.saving import Checkpoints
 from tests.helpers.ranks import run_cases

@@ -13,8 +13,7 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import FORMAT, Manifest, read_manifest
-from grpo_mega.run.checkpoints import check_model, clean, find, latest, publish
+from grpo_mega.formats.checkpoints import FORMAT, Manifest, check_model, clean, find, latest, publish, read_manifest
 from grpo_mega.run.folder import claim
 
 MODEL = {"kind": "a", "size": 4, "tied": True, "window": 0}

@@ -20,8 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_mega import cli
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import read_manifest
-from grpo_mega.run.checkpoints import check_adapter
+from grpo_mega.formats.checkpoints import check_adapter, read_manifest
 from tests.helpers.runs import losses, metrics, run, stop_after
 from tools.benchmarks import kills
 

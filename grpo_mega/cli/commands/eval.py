@@ -28,10 +28,9 @@ from grpo_mega.cli.commands.train import check_config, print_notes, rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
-from grpo_mega.formats.detect import read_manifest
+from grpo_mega.formats.checkpoints import SavedPolicy, check_adapter, check_model, find_policy, read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, RUN_FILE, STATE
 from grpo_mega.processes import KEEP, own_folder, private_folder
-from grpo_mega.run.checkpoints import SavedPolicy, check_adapter, check_model, find_policy
 
 if TYPE_CHECKING:
     from grpo_mega.formats.model import ModelFiles
@@ -145,7 +144,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
             f"--step {options.step} is an option for a run, but {options.target} is a file; name the run's folder"
         )
     saved = find_policy(options.target, options.step) if is_run and options.model is None else None
-    checkpoint = saved.path if saved and saved.export is None else None
+    checkpoint = saved.path if saved and saved.note is None else None
     check_out(options.out)
     raw = config.model_dump(mode="json")
     for name in ("samples", "temperature", "top_p", "greedy", "ks"):
@@ -156,7 +155,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
     if options.prompts is not None or options.data is not None or options.train_set:
         raw["eval"]["num_prompts"] = options.prompts
     set_names, description = _choose_data(raw, config, options)
-    model = options.model or (saved.path if saved and saved.export else None)
+    model = options.model or (saved.path if saved and saved.note else None)
     if model is not None or checkpoint is not None:
         read_from(raw["model"], model)
     hold_weights(raw)

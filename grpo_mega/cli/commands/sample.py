@@ -37,9 +37,9 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.environment import gpu_sign
 from grpo_mega.distributed.launch import current_rank, ends_at_first, signals_handled
 from grpo_mega.errors import ConfigError
+from grpo_mega.formats.checkpoints import find_policy
 from grpo_mega.paths import CONFIG_FILE, read_json, write_atomically
 from grpo_mega.processes import private_folder
-from grpo_mega.run.checkpoints import find_policy
 from grpo_mega.text import json_line, well_formed
 from grpo_mega.types import Group, Prompt
 
@@ -88,7 +88,7 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
         raw["data"] |= {"prompt_column": "prompt", "answer_column": "answer"}
     raw["eval"] = {"num_prompts": options.prompts}
     if saved is not None:
-        read_from(raw["model"], None if saved.export is None else saved.path)
+        read_from(raw["model"], None if saved.note is None else saved.path)
     if options.is_chat:
         if current_rank() is not None:
             raise ConfigError(
@@ -103,7 +103,7 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
     raw["batch"]["tokens_per_micro_batch"] = max(raw["batch"]["tokens_per_micro_batch"], longest)
     return SampleRequest(
         config=configs.validate(raw),
-        checkpoint=saved.path if saved and saved.export is None else None,
+        checkpoint=saved.path if saved and saved.note is None else None,
         set_names=("",),
         description="the prompt" if options.data is None else f"prompts of {options.data}",
         out=options.out,
