@@ -408,27 +408,16 @@ class Policy:
         self._seen.append((batch, logprobs.detach()))
         if batch.old_logprobs is None:  # with one optimizer step per rollout they are equal by definition
             batch.old_logprobs = logprobs.detach()
-        return policy_loss(
-            LossInputs(
-                logprobs=logprobs,
-                old_logprobs=batch.old_logprobs,
-                ref_logprobs=batch.ref_logprobs,
-                rollout_logprobs=batch.rollout_logprobs,
-                advantages=batch.advantages,
-                loss_mask=batch.loss_mask,
-                loss_weights=batch.loss_weights,
-                segments=sequences(batch),
-                num_segments=batch.num_segments,
-                teacher_logprobs=batch.teacher_logprobs,
-                teacher_kl=self._teacher_kl(hidden_TH, batch),
-                entropy=entropy,
-                nll_weights=batch.nll_weights,
-                covariance_mask=batch.covariance_mask,
-                importance_mean=batch.importance_mean,
-                cp_group=self._runtime.cp_group,
-            ),
-            self.algorithm,
+        inputs = LossInputs.of_batch(
+            batch,
+            logprobs=logprobs,
+            segments=sequences(batch),
+            num_segments=batch.num_segments,
+            teacher_kl=self._teacher_kl(hidden_TH, batch),
+            entropy=entropy,
+            cp_group=self._runtime.cp_group,
         )
+        return policy_loss(inputs, self.algorithm)
 
     def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
         """Return the metrics of a mini-batch, identical on all ranks. One rank per tensor-parallel group

@@ -307,7 +307,6 @@ def _attach_from_whole(
         whole = LossInputs(  # the response tokens of the mini-batch, end to end, before the update
             logprobs=old_T,
             old_logprobs=old_T,
-            ref_logprobs=None,
             rollout_logprobs=torch.tensor([value for s in members for value in s.rollout_logprobs]),
             advantages=torch.cat([s.advantages for s in members if s.advantages is not None]),
             loss_mask=mask_T,
