@@ -5,7 +5,7 @@ policy: they only generate, and the other ranks save for them.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -18,7 +18,6 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import RunData, Sampler
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
-from grpo_mega.distributed.libraries import describe
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
@@ -34,13 +33,12 @@ from grpo_mega.formats.checkpoints import (
 )
 from grpo_mega.formats.model import ModelFiles, decoder
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
 from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import Pace, Timers, phase, progress
 from grpo_mega.observe.rules import Health
-from grpo_mega.observe.run_log import Hooks, RunLog, open_run_log
+from grpo_mega.observe.run_log import Hooks, RunLog
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
@@ -49,7 +47,6 @@ from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.export import export_adapter, export_policy, with_end_token
-from grpo_mega.run.folder import adopt, changed_settings, trim
 from grpo_mega.run.inputs import InputDigests, SameInputs
 from grpo_mega.run.parts import (
     build_adapter_sync,
@@ -61,6 +58,7 @@ from grpo_mega.run.parts import (
     measure_free_memory,
     open_agents,
     open_conversations,
+    open_log,
     training_sampling,
 )
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
@@ -346,7 +344,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
         # Workers import in the background while the model is built. Only the first rank of each engine has workers.
         has_workers = drives_engine(config)
         pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
-        agents = stack.enter_context(open_agents(config) if has_workers else nullcontext())
+        agents = stack.enter_context(open_agents(config.rollout, config.code_dir) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())
         inputs = SameInputs(config, pool.wait_until_ready)
         with shown("connecting the ranks"):
@@ -364,7 +362,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
         job = open_training(Job, stack, config, runtime, model, data, sampler, policy, timers, hooks)
-        trainer, served = shards_of(model.family, model.shape, config, runtime), engine.shard_layout
+        trainer, served = shards_of(model.family, model.shape, config.model, runtime), engine.shard_layout
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, served, runtime, rendezvous)
         job.colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, job.log.message, runtime.first_engine_rank
@@ -416,7 +414,10 @@ def open_training(
     stack.callback(log.close)
     gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
     tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
-    stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
+    rank, store, deadlines = runtime.rank, runtime.store, (config.hang_deadline_s, config.deadline_of_phase)
+    stack.enter_context(HangWatch(config.run_dir, *deadlines, store, rank, runtime.num_ranks, timers, tell))
+    shows_progress = rank == 0 and config.log.progress
+    checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep, rank, store, log.warn, shows_progress)
     return kind(
         config=config,
         runtime=runtime,
@@ -424,29 +425,10 @@ def open_training(
         data=data,
         sampler=sampler,
         policy=policy,
-        checkpoints=stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn))),
-        inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
+        checkpoints=stack.enter_context(closing(checkpoints)),
+        inputs=InputDigests(config, data.digests, rank, runtime.layout.world_size),
         log=log,
         timers=timers,
         stop=StopRequest(config.run_dir),
         health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
     )
-
-
-def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hooks) -> RunLog:
-    """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
-
-    Log the set of package versions, the kernels in use, the loaded libraries and the variables that change numbers, the
-    settings that differ from the defaults, notes on the data, and the settings that a resume changed.
-    """
-    changes: list[str] = []
-    if runtime.rank == 0:
-        checkpoint = latest(config.run_dir / CHECKPOINTS)
-        trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
-        changes = adopt(config)
-    log = open_run_log(config, runtime.rank, hooks)
-    log.message(f"versions: set {installed_set().record}")
-    kernels = (in_use(runtime.device).line(), *attention_notes)
-    for message in (*kernels, describe(), changed_settings(config), *notes, *changes):
-        log.message(message)
-    return log

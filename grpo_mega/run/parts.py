@@ -15,20 +15,25 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.environment import ALLOCATOR, cuda_compiler
 from grpo_mega.distributed.launch import num_cores
+from grpo_mega.distributed.libraries import describe
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import raise_all
 from grpo_mega.formats import adapter
+from grpo_mega.formats.checkpoints import latest, read_manifest
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.model import ModelFiles, read_model_files
 from grpo_mega.formats.reader import CheckpointReader, random_reader
+from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
 from grpo_mega.megatron.model import shards_of, uses_transformer_engine
 from grpo_mega.megatron.offload import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import GIB, FreeMemory, phase
-from grpo_mega.paths import ENGINES
+from grpo_mega.observe.run_log import Hooks, RunLog, open_run_log
+from grpo_mega.paths import CHECKPOINTS, ENGINES
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, NoEngine, Sampling
 from grpo_mega.rollout.routes import RouterSizes
@@ -41,6 +46,7 @@ from grpo_mega.rollout.sglang.requirements import compiler_problems, padding_pro
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.colocation import GpuMemory, WeightSync
+from grpo_mega.run.folder import adopt, changed_settings, trim
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.derived import adapter_family, module_names, sends_adapter, whole_layers
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
@@ -127,10 +133,13 @@ def build_adapter_sync(
 ) -> WeightSync | None:
     """Return the sync that sends only the adapter; None if syncs send merged weights."""
     lora, shape, size = config.model.lora, model.shape, runtime.num_ranks - runtime.first_engine_rank
-    if lora is None or not sends_adapter(config, shape):
+    if lora is None or not sends_adapter(lora, config.sync, config.rollout, shape):
         return None
     family = adapter_family(model.family, shape, lora.rank, lora.targets)
-    trainer, leaders = shards_of(family, shape, config, runtime), hf_shards(family, shape, size, tp=config.rollout.tp)
+    trainer, leaders = (
+        shards_of(family, shape, config.model, runtime),
+        hf_shards(family, shape, size, tp=config.rollout.tp),
+    )
     return build_sync(config, DTYPES[config.engine_dtype], trainer, leaders, runtime, rendezvous)
 
 
@@ -150,11 +159,11 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
     )
 
 
-def open_agents(config: Config) -> AgentWorkers | AbstractContextManager[None]:
+def open_agents(rollout: RolloutConfig, code_dir: Path | None) -> AgentWorkers | AbstractContextManager[None]:
     """Start the workers that run agents and tools, as a context manager. Return an empty one without agents."""
-    if not config.rollout.has_agents:
+    if not rollout.has_agents:
         return nullcontext()
-    return AgentWorkers(config.rollout, config.code_dir, schemas=tool_schemas(config.rollout, config.code_dir))
+    return AgentWorkers(rollout, code_dir, schemas=tool_schemas(rollout, code_dir))
 
 
 def open_conversations(
@@ -228,6 +237,25 @@ def measure_free_memory(
     return free
 
 
+def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hooks) -> RunLog:
+    """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
+
+    Log the set of package versions, the kernels in use, the loaded libraries and the variables that change numbers, the
+    settings that differ from the defaults, notes on the data, and the settings that a resume changed.
+    """
+    changes: list[str] = []
+    if runtime.rank == 0:
+        checkpoint = latest(config.run_dir / CHECKPOINTS)
+        trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
+        changes = adopt(config)
+    log = open_run_log(config, runtime.rank, hooks)
+    log.message(f"versions: set {installed_set().record}")
+    kernels = (in_use(runtime.device).line(), *attention_notes)
+    for message in (*kernels, describe(), changed_settings(config), *notes, *changes):
+        log.message(message)
+    return log
+
+
 def ranks_per_node() -> int:
     """Return the number of ranks per node. torchrun and our launcher set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -283,7 +311,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
 def served_lora(config: Config, model: ModelFiles) -> ServedLora | None:
     """Return the adapter that a server loads in addition to its base; None if syncs send merged weights."""
     lora, family, shape = config.model.lora, model.family, model.shape
-    if lora is None or not sends_adapter(config, shape):
+    if lora is None or not sends_adapter(lora, config.sync, config.rollout, shape):
         return None
     served = adapter_family(family, shape, lora.rank, whole_layers(family, shape, lora.targets))
     return ServedLora(lora.rank, lora.alpha, tuple(module_names(served)), served.hf_tensors(shape))

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from grpo_mega.config import Config
 from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
@@ -57,10 +56,18 @@ _CHUNKS_PER_SYNC = 16  # regular syncs keep the last fsync short and show progre
 class Checkpoints:
     """Saves of one run. All ranks call every method together, except `close`. Calls of one rank do not overlap."""
 
-    def __init__(self, config: Config, rank: int, store: dist.Store, warn: Callable[[str], None]) -> None:
-        self.folder = config.run_dir / CHECKPOINTS
-        self._keep, self._rank, self._warn = config.checkpoint.keep, rank, warn
-        self._shows_progress = config.log.progress and rank == 0
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        rank: int,
+        store: dist.Store,
+        warn: Callable[[str], None],
+        shows_progress: bool = False,
+    ) -> None:
+        self.folder = run_dir / CHECKPOINTS
+        self._keep, self._rank, self._warn = keep, rank, warn
+        self._shows_progress = shows_progress
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # for the writers, because a connection serves one thread at a time
         self._num_saves = 0
         self._writer: _Writer | None = None  # writer of the save in progress

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
+from grpo_mega.config import ModelConfig, TeacherConfig
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoints import latest, read_manifest
@@ -40,10 +40,7 @@ def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
         atexit.register(shutil.rmtree, saving.MEMORY, ignore_errors=True)
     dist.barrier()
     store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
-    config: Any = SimpleNamespace(
-        run_dir=folder, checkpoint=CheckpointConfig(keep=keep), log=SimpleNamespace(progress=False)
-    )
-    return Checkpoints(config, rank, store, WARNINGS.append)
+    return Checkpoints(folder, keep, rank, store, WARNINGS.append)
 
 
 def is_true_soon(condition: Callable[[], bool]) -> bool:

@@ -44,7 +44,8 @@ def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path)
     config = _config(case, "megatron")
     runtime = runtimes.arrange(config, device)
     model = read_model_files(config.model)
-    chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
+    parts = config.model, config.layout, config.precision
+    chunks = models.build_chunks(model.shape, model.family, model.hf_config, *parts, runtime)
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():

@@ -98,7 +98,8 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
         hf_config = AutoConfig.from_pretrained(source)
         base = bridges.Qwen3MoEBridge if model.shape.num_experts else bridges.LLaMABridge
         bridge = _named_as_local(base)(hf_config, parallel_states=states.ParallelStates.get_parallel_state())
-        chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
+        parts = config.model, config.layout, config.precision
+        chunks = models.build_chunks(model.shape, model.family, model.hf_config, *parts, runtime)
         metadata = {
             "dp_cp_group": parallel.get_data_parallel_group(with_context_parallel=True),
             "singleton_local_shards": False,
