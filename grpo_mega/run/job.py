@@ -342,7 +342,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
     hooks = hooks or Hooks()
     with ExitStack() as stack:
         # Workers import in the background while the model is built. Only the first rank of each engine has workers.
-        has_workers = drives_engine(config)
+        has_workers = drives_engine(config.layout.engine_ranks, config.rollout.tp)
         pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
         agents = stack.enter_context(open_agents(config.rollout, config.code_dir) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())

@@ -193,12 +193,12 @@ def open_conversations(
     )
 
 
-def drives_engine(config: Config) -> bool:
+def drives_engine(num_engine_ranks: int, tp: int) -> bool:
     """Return True on the first rank of each engine. The environment has the rank, so no process group is needed."""
-    rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
+    rank = int(os.environ.get("RANK", "0"))
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
-    return rank >= 0 and rank % config.rollout.tp == 0
+    return rank >= 0 and rank % tp == 0
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:

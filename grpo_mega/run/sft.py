@@ -79,7 +79,7 @@ def train_step(job: TrainingJob, step: int) -> None:
         samples, batches = pack([turn.prompt for turn in turns], policy)
     with job.timers("update"):
         batches = policy.attach_logprobs(batches)
-        passes = update_policy(job.config, policy, batches, job.pace, job.shows_progress)
+        passes = update_policy(job.config.batch, policy, batches, job.pace, job.shows_progress)
     metrics = {n: v for n, v in mean_over_updates(passes).items() if not n.startswith(_OF_POLICY_LOSS)}
     metrics |= {"rows": float(len(turns)), "epoch": float(max(turn.epoch for turn in turns))}
     job.log.log_loads(step + 1, policy.routers.loads)

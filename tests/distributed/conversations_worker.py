@@ -56,7 +56,7 @@ def compared(name: str, layout: Layout, gradients: Any, device: Device, rank: in
         groups = torch.load(folder / "groups.pt", weights_only=False)
         model.read_weights(policy.load_weights, folder / "before")
         if not config.algorithm.has_kl_reward:
-            assign_advantages(config, config.algorithm, groups)
+            assign_advantages(config.rollout, config.rewards, config.algorithm, groups)
         batches = pack(config, groups, policy)
         batches = attach_logprobs(config, groups, batches, policy, runtime, Timers())
         model.read_weights(policy.load_weights, folder / "now")

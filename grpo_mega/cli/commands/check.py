@@ -243,7 +243,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     policy = build_policy(case.config, model, runtime)
     samples = [sample for group in groups for sample in group.samples]
     if not policy.algorithm.has_kl_reward:
-        assign_advantages(case.config, policy.algorithm, groups)
+        assign_advantages(case.config.rollout, case.config.rewards, policy.algorithm, groups)
     batches = pack(case.config, groups, policy)
     is_shown = runtime.rank == 0 and case.config.log.progress
     batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers(), shows_progress=is_shown)
@@ -254,7 +254,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
         if runtime.max(has_values.to(runtime.device.torch_device)):
             values = gather_responses(values_of, batches, samples, runtime)
             by_sample.update({(s.prompt.id, s.index): part for s, part in zip(samples, values, strict=True)})
-    outcome.updates = update_policy(case.config, policy, batches, Pace(), is_shown)
+    outcome.updates = update_policy(case.config.batch, policy, batches, Pace(), is_shown)
     export_policy(policy, model, outcome.checkpoint)
     if runtime.rank == 0:
         torch.save(outcome, folder / "outcome.pt")
