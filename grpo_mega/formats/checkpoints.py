@@ -102,9 +102,9 @@ def newer_export(run_dir: Path, last: Manifest | None) -> SavedPolicy | None:
     return SavedPolicy(folder, step, versions, f"{run_dir} {reason}: taking {folder}, the policy after step {step}")
 
 
-def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
-    """Raise ResumeError unless the saved sizes equal `shape`, a dataclass."""
-    ours = json.loads(json.dumps(asdict(shape)))  # JSON has lists in the place of tuples
+def check_model(checkpoint: Path, manifest: Manifest, shape: Any, lora: dict[str, Any] | None) -> None:
+    """Raise ResumeError unless the saved sizes equal `shape`, a dataclass, and model.lora equals `lora`."""
+    saved, ours = manifest.model, json.loads(json.dumps(asdict(shape)))  # JSON has lists in the place of tuples
     different = [
         f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value
     ]
@@ -112,12 +112,10 @@ def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
         raise ResumeError(
             f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that model"
         )
-
-
-def check_adapter(checkpoint: Path, saved: dict[str, Any] | None, lora: dict[str, Any] | None) -> None:
-    """Raise ResumeError unless the saved values of model.lora equal `lora`."""
-    if saved != lora:
-        raise ResumeError(f"checkpoint {checkpoint} has model.lora={saved} instead of {lora}; set that value")
+    if manifest.adapter != lora:
+        raise ResumeError(
+            f"checkpoint {checkpoint} has model.lora={manifest.adapter} instead of {lora}; set that value"
+        )
 
 
 def latest(folder: Path) -> Path | None:

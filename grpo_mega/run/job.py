@@ -24,7 +24,6 @@ from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
 from grpo_mega.formats.checkpoints import (
     Manifest,
-    check_adapter,
     check_model,
     export_record,
     latest,
@@ -117,8 +116,7 @@ class TrainingJob:
         if checkpoint is not None:
             manifest = read_manifest(checkpoint)
             if (policy := self.policy) is not None:
-                check_model(checkpoint, manifest.model, self.model.shape)
-                check_adapter(checkpoint, manifest.adapter, self.config.model.recorded_lora)
+                check_model(checkpoint, manifest, self.model.shape, self.config.model.recorded_lora)
                 for change in [*self.inputs.changes(manifest.inputs), *installed_set().change(manifest.versions)]:
                     self.log.warn(change)
                 with phase("verifying the checkpoint", self.shows_progress):
@@ -351,7 +349,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
             runtime = runtimes.start(config, inputs.meet)
             stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
-        model, tokenizer, data, sampler = inputs.found
+        model, tokenizer, *_ = inputs.found
         with shown("building the engine"):
             engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
@@ -361,7 +359,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        job = open_training(Job, stack, config, runtime, model, data, sampler, policy, timers, hooks)
+        job = open_training(Job, stack, inputs, runtime, policy, timers, hooks)
         trainer, served = shards_of(model.family, model.shape, config.model, runtime), engine.shard_layout
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, served, runtime, rendezvous)
         job.colocation = Colocation(
@@ -400,16 +398,15 @@ def build_rollouts(job: Job, tokenizer: Any, pool: RewardPool, agents: AgentWork
 def open_training(
     kind: type[AnyJob],
     stack: ExitStack,
-    config: Config,
+    inputs: SameInputs,
     runtime: Runtime,
-    model: ModelFiles,
-    data: RunData,
-    sampler: Sampler,
     policy: Policy | None,
     timers: Timers,
     hooks: Hooks,
 ) -> AnyJob:
     """Open the log, the watchdog and the checkpoints. The end of `stack` closes them."""
+    config = inputs.config
+    model, _, data, sampler = inputs.found
     log = open_log(config, runtime, data.notes, hooks)
     stack.callback(log.close)
     gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan

@@ -14,7 +14,6 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from grpo_mega.distributed.launch import die_with_launcher
 from grpo_mega.errors import ConfigError, RefreshError
@@ -100,7 +99,15 @@ def _agree(job: Job, problem: str | None) -> None:
 def _run_command(job: Job, command: str, step: int, iteration: int) -> str | None:
     """Run the command. Return why it failed; None if it succeeded."""
     config = job.config
-    write_replay(config.run_dir, config.seed, config.data.replay_fraction, iteration)
+    # The command reads these samples. The random choice is the same each time.
+    path = config.run_dir / ROLLOUTS_FILE
+    rows = [(line, row["iteration"]) for line, row in read_json_lines(path) if row] if path.exists() else []
+    earlier = [place for place, (_, number) in enumerate(rows) if number < iteration]
+    drawn = random.Random(f"{config.seed} {iteration}").sample(
+        earlier, round(config.data.replay_fraction * len(earlier))
+    )
+    chosen = {*drawn, *(place for place, (_, number) in enumerate(rows) if number == iteration)}
+    write_atomically(config.run_dir / REPLAY_FILE, b"".join(rows[place][0] for place in sorted(chosen)))
     folder, deadline_s = config.run_dir.resolve(), config.rewards.refresh_deadline_s
     given = {"REPLAY": folder / REPLAY_FILE, "RUN_DIR": folder, "ITERATION": iteration, "STEP": step}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
@@ -134,13 +141,3 @@ def _run_command(job: Job, command: str, step: int, iteration: int) -> str | Non
         if code
         else None
     )
-
-
-def write_replay(run_dir: Path, seed: int, fraction: float, iteration: int) -> None:
-    """Write the samples that the command reads after this iteration. The random choice is the same each time."""
-    path = run_dir / ROLLOUTS_FILE
-    rows = [(line, row["iteration"]) for line, row in read_json_lines(path) if row] if path.exists() else []
-    earlier = [place for place, (_, number) in enumerate(rows) if number < iteration]
-    drawn = random.Random(f"{seed} {iteration}").sample(earlier, round(fraction * len(earlier)))
-    chosen = {*drawn, *(place for place, (_, number) in enumerate(rows) if number == iteration)}
-    write_atomically(run_dir / REPLAY_FILE, b"".join(rows[place][0] for place in sorted(chosen)))

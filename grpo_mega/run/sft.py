@@ -49,10 +49,9 @@ def run(config: Config, hooks: Hooks | None = None) -> None:
         with shown("connecting the ranks"):
             runtime = runtimes.start(config, inputs.meet)
             stack.callback(runtimes.stop)
-        model, _, data, sampler = inputs.found
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
-        policy = build_policy(config, model, runtime)
-        job = open_training(TrainingJob, stack, config, runtime, model, data, sampler, policy, timers, hooks or Hooks())
+        policy = build_policy(config, inputs.found[0], runtime)
+        job = open_training(TrainingJob, stack, inputs, runtime, policy, timers, hooks or Hooks())
         stack.enter_context(job.saved_on_failure())
         stack.enter_context(job.listening())
         first, tracer = job.resume(), job.tracer()

@@ -28,7 +28,7 @@ from grpo_mega.cli.commands.train import check_config, print_notes, rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
-from grpo_mega.formats.checkpoints import SavedPolicy, check_adapter, check_model, find_policy, read_manifest
+from grpo_mega.formats.checkpoints import SavedPolicy, check_model, find_policy, read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, RUN_FILE, STATE
 from grpo_mega.processes import KEEP, own_folder, private_folder
 
@@ -74,8 +74,7 @@ class EvalRequest:
         folder = model.folder
         if self.checkpoint is not None:
             manifest = read_manifest(self.checkpoint)
-            check_model(self.checkpoint, manifest.model, model.shape)
-            check_adapter(self.checkpoint, manifest.adapter, config.model.recorded_lora)
+            check_model(self.checkpoint, manifest, model.shape, config.model.recorded_lora)
             verify_files(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
             if manifest.adapter is not None:
                 check_base(config, manifest, runtime.rank, runtime.layout.world_size)
