@@ -71,7 +71,7 @@ def train_step(job: Job, step: int) -> None:
     groups, backlog, metrics = generate(job, step)  # scored in worker processes while generation continues
     with job.timers("pack"):
         if not policy.algorithm.has_kl_reward:  # attach_logprobs assigns advantages with a KL penalty
-            assign_advantages(config, policy.algorithm, groups)
+            assign_advantages(config.rollout, config.rewards, policy.algorithm, groups)
         batches = pack(config, groups, policy)
     with job.colocation.training():  # the trainer owns the GPUs' memory in this block
         batches = attach_logprobs(
@@ -128,7 +128,9 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
             found, unusable = drop_unusable(found)
             dropped["gold_unparsable"] += unusable
         usable += found
-        groups, dropped["equal_rewards"] = drop_zero_variance(config, usable) if is_dynamic else (usable, [])
+        groups, dropped["equal_rewards"] = (
+            drop_zero_variance(config.rollout, config.rewards, config.algorithm, usable) if is_dynamic else (usable, [])
+        )
         if len(groups) >= wanted:
             break
     metrics = job.rollouts.flush_usage()
@@ -154,7 +156,7 @@ def update(job: Job, policy: Policy, batches: Sequence[Sequence[PackedBatch]]) -
     if not batches:
         return {}
     with job.timers("update"):
-        return mean_over_updates(update_policy(job.config, policy, batches, job.pace, job.shows_progress))
+        return mean_over_updates(update_policy(job.config.batch, policy, batches, job.pace, job.shows_progress))
 
 
 def after_update(

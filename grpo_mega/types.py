@@ -211,8 +211,26 @@ class Group:
         return min((sample.first_version for sample in self.samples), default=None)
 
 
+@dataclass(kw_only=True)
+class LossVectors:
+    """Vectors [T] float32 of a micro-batch that packing and the passes before an update set, and the losses read."""
+
+    loss_mask: Tensor  # 1 on sampled tokens that contribute to the loss
+    loss_weights: Tensor  # weight of each token in the mini-batch's loss (0 where loss_mask is 0)
+    advantages: Tensor
+    rollout_logprobs: Tensor
+    # The log-probs of policy, reference and teacher are only on the last pipeline stage.
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    # Computed from all tokens of the mini-batch before the update; None or 1 if no method uses them.
+    nll_weights: Tensor | None = None  # weights of the negative log-likelihood, from token_weights.py
+    covariance_mask: Tensor | None = None  # 1 on the tokens of losses.choose_by_covariance
+    importance_mean: float = 1.0  # divisor of the correction's weights
+
+
 @dataclass
-class PackedBatch:
+class PackedBatch(LossVectors):
     """One micro-batch: the segments of several samples end to end, then padding, in one row of T tokens.
 
     With context parallelism a row is this rank's part: two chunks of every segment (see batching/layout.py).
@@ -226,10 +244,6 @@ class PackedBatch:
     targets: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in every segment
     cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens of this rank
-    loss_mask: Tensor  # [T] float32, 1 on sampled tokens that contribute to the loss
-    loss_weights: Tensor  # [T] float32, weight of each token in the mini-batch's loss (0 where loss_mask is 0)
-    advantages: Tensor  # [T] float32
-    rollout_logprobs: Tensor  # [T] float32
     sample_indices: list[int]  # step-wide index of each segment's sample, without padding
     segment_numbers: list[int]  # position of each segment in its sample (Sample.segments), without padding
     lengths: list[int]  # tokens per segment over all context-parallel ranks, without padding
@@ -238,15 +252,8 @@ class PackedBatch:
     shared_prompt_segments: list[int] | None = None
     cp_size: int = 1  # number of ranks that share the row
     cp_rank: int = 0
-    old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
-    ref_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
-    teacher_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
     # Per teacher, for a KL over the vocabulary: taught tokens [T] bool, and their last hidden states, on the host.
     teacher_hidden: dict[str, tuple[Tensor, Tensor]] | None = None
-    # Values that some methods compute from the whole mini-batch, see LossInputs.
-    nll_weights: Tensor | None = None  # [T] float32
-    covariance_mask: Tensor | None = None  # [T] float32
-    importance_mean: float = 1.0
     # [T, MoE layers, experts per token] expert ids (see Routes); None if no token has recorded routes
     routes: Tensor | None = None
     # What passes would wait for the device to learn, from batching.layout.to_device.

@@ -46,7 +46,7 @@ WITHOUT = {
     "rollout.sglang.requirements": {"torch", "transformers"},
     "weights.architecture": {"torch", "transformers"},
     "formats.hf_files": {"torch", "transformers"},
-    "run.checkpoints": {"torch", "numpy", "pydantic"},
+    "formats.checkpoints": {"torch", "numpy", "pydantic"},
     "cli.commands.eval": {"torch", "transformers", "numpy"},
     "cli.commands.check": {"torch", "transformers", "numpy"},
     "cli.commands.convert": {"torch", "transformers", "numpy"},

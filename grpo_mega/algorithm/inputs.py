@@ -8,7 +8,7 @@ count in no sum, mean or count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.config import AlgorithmConfig
+from grpo_mega.types import LossVectors
 
 # Bound of every log-ratio. exp(20) = 5e8 is far outside any clip range, and still finite when multiplied by an
 # advantage of 0.
@@ -27,27 +28,22 @@ def bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@dataclass(frozen=True)
-class LossInputs:
+@dataclass(kw_only=True)
+class LossInputs(LossVectors):
     """Vectors [T] in float32 (float64 in tests) unless noted. old_, ref_ and rollout_logprobs have no gradient."""
 
     logprobs: Tensor  # with gradient
     old_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor  # 1 on sampled tokens that contribute to the loss
-    loss_weights: Tensor  # from token_weights.py
     segments: Tensor  # int64, index of each token's sequence (its sample) in the micro-batch
     num_segments: int
-    teacher_logprobs: Tensor | None = None  # log-probs of the model to distill from
     teacher_kl: Tensor | None = None  # KL over the vocabulary, with gradient
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
-    # Computed from all tokens of the mini-batch before the update; None or 1 if no method uses them.
-    nll_weights: Tensor | None = None  # weights of the negative log-likelihood, from token_weights.py
-    covariance_mask: Tensor | None = None  # 1 on the tokens of losses.choose_by_covariance
-    importance_mean: float = 1.0  # divisor of the correction's weights
     cp_group: dist.ProcessGroup | None = None  # ranks that hold the other parts of the same responses
+
+    @classmethod
+    def of_batch(cls, batch: LossVectors, **computed: Any) -> LossInputs:
+        """Return the batch's vectors with the `computed` fields."""
+        return cls(**{one.name: getattr(batch, one.name) for one in fields(LossVectors)}, **computed)
 
     @classmethod
     def of_masked_token(cls, a: AlgorithmConfig, *, has_reference: bool) -> LossInputs:

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from grpo_mega.config import Config
 from grpo_mega.distributed.launch import answer_interrupt, end_now, signals_handled
 from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.errors import EngineError
@@ -90,7 +89,9 @@ class HangWatch:
 
     def __init__(
         self,
-        config: Config,
+        run_dir: Path,
+        deadline_s: float,
+        deadline_of_phase: Mapping[str, float],
         store: Store,
         rank: int,
         world_size: int,
@@ -102,8 +103,8 @@ class HangWatch:
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
         self._set(f"hang/node/{rank}", os.environ.get("SLURMD_NODENAME") or platform.node())
         self._rank, self._world_size = rank, world_size
-        self._timers, self._last_checkpoint, self._folder = timers, last_checkpoint, config.run_dir / HANG
-        self._deadline_s, self._deadline_of_phase = config.hang_deadline_s, config.deadline_of_phase
+        self._timers, self._last_checkpoint, self._folder = timers, last_checkpoint, run_dir / HANG
+        self._deadline_s, self._deadline_of_phase = deadline_s, deadline_of_phase
         self._heard: dict[int, tuple[int, float]] = {}  # number of heartbeats and time of the last, by rank
         self._own_move = 0.0  # time of this rank's last progress that other ranks know of
         # Number of progress reports of all ranks, and time of the last.

@@ -5,7 +5,6 @@ A converted Megatron checkpoint contains the Hugging Face files that belong to i
 checkpoint written by training, these files are in the folder that the run started from, named in the run's config.yaml.
 """
 
-import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError, WeightMappingError
+from grpo_mega.formats.checkpoints import Manifest, SavedPolicy, newer_export, read_manifest
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint, read_metadata
 from grpo_mega.formats.hf_files import BIN, INDEX, SINGLE, adapter_problem, has_weights, with_old_fields
 from grpo_mega.formats.hf_weights import HfWeights
@@ -25,13 +25,11 @@ from grpo_mega.paths import (
     CHECKPOINTS,
     CONFIG_FILE,
     EXPORT_DIR,
-    EXPORT_FILE,
     LATEST,
     MANIFEST,
     MAX_JSON_BYTES,
     STATE,
     read_file,
-    read_json,
     read_name,
 )
 from grpo_mega.weights.boxes import alone, whole
@@ -39,95 +37,10 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from grpo_mega.yaml_text import parse_yaml
 
-FORMAT = 2  # format number of a run's checkpoints; increase it with every change that readers must handle
 # Fields of config.json that name a version or source.
 _IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")
 _SAME = {"torch_dtype": "dtype"}  # old names of fields
 _TRACKER = "latest_checkpointed_iteration.txt"  # file that Megatron-LM's training writes
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The description of a run's checkpoint, stored in it as JSON together with its format number."""
-
-    step: int  # number of finished steps; also the version of the policy
-    optimizer_step: int
-    fingerprint: str  # fingerprint of the weights, see Policy.fingerprint
-    layout: str
-    model: dict[str, Any]  # model sizes by field of ModelShape
-    seed: int
-    checksums: dict[str, str]  # sha256 by file below STATE
-    draws: int  # number of prompt batches drawn from the data so far
-    inputs: dict[str, str]  # digests of model and data, see run/model_files.py
-    kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
-    kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
-    adapter: dict[str, Any] | None = None  # model.lora; the state is then an adapter of the model in `inputs`
-    written_at: float = 0.0  # seconds since the epoch; set by checkpoints.publish
-    versions: str = "one"  # the writer's set of package versions (distributed/versions.py); old checkpoints name none
-
-
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest. Raise ResumeError if the folder is not a checkpoint, or has another format number."""
-    path = checkpoint / MANIFEST
-    try:
-        values = read_json(path)
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds a JSON {type(values).__name__}, not an object")
-        number = values.pop("format", None)
-        if number == FORMAT:
-            if not isinstance(values["model"], dict):
-                raise ValueError(f"model={values['model']!r} is not a model's sizes")
-            return Manifest(**values)
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ResumeError(f"{path} cannot be read ({error}); resume from another step-N folder") from None
-    raise ResumeError(
-        f"{path}: format={'none' if number is None else repr(number)}: must be {FORMAT}; use the version of grpo_mega"
-        " that wrote this checkpoint, or export the policy with that version and start a new run from it"
-    )
-
-
-@dataclass(frozen=True)
-class Export:
-    """RUN_DIR/hf: the policy after the last step of a run, as a Hugging Face folder."""
-
-    folder: Path
-    step: int
-    written_at: float  # seconds since the epoch, as in Manifest
-    versions: str  # the writer's set of package versions, as in Manifest
-
-
-def export_record(step: int, written_at: float, versions: str) -> dict[str, bytes | Path]:
-    """Return the file that records an exported policy, by its name in the folder. The arguments are as in Export."""
-    values = {"step": step, "written_at": written_at, "versions": versions}
-    return {EXPORT_FILE: json.dumps(values).encode() + b"\n"}
-
-
-def newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
-    """Return RUN_DIR/hf if it has a newer policy than the run's last checkpoint, described by `last`.
-
-    A run writes RUN_DIR/hf when it finishes. It is newer if checkpoint.interval is 0, or if the run has gone back to an
-    older checkpoint since. Raise ResumeError if its step cannot be read.
-    """
-    path = run_dir / EXPORT_DIR / EXPORT_FILE
-    if not path.is_file():
-        return None
-    try:
-        values = read_json(path)
-        versions = values.get("versions", "one")
-        found = Export(path.parent, int(values["step"]), float(values["written_at"]), versions)
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ResumeError(
-            f"{path} cannot be read ({error!r}); remove {path.parent}, and write the policy again with --resume"
-        ) from None
-    if last is not None and (found.step == last.step or found.written_at <= last.written_at):
-        return None
-    return found
-
-
-def export_note(export: Export, last: Manifest | None) -> str:
-    """Return a line that says why the policy of a run was taken from RUN_DIR/hf, with its step."""
-    reason = "has no checkpoints" if last is None else f"has an older checkpoint, of step {last.step}"
-    return f"{export.folder.parent} {reason}: taking {export.folder}, the policy after step {export.step}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +55,7 @@ class Checkpoint:
     side: Path
     manifest: Manifest | None
     note: str | None = None  # says why a run's policy was taken from RUN_DIR/hf
-    export: Export | None = None
+    export: SavedPolicy | None = None
 
     @property
     def is_megatron(self) -> bool:
@@ -190,9 +103,9 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         own_export = newer_export(path.parent, None) if path.name == EXPORT_DIR else None
     except ResumeError as error:
         raise WeightMappingError(str(error)) from None
-    if export is not None and has_weights(export.folder):
-        note, folder = export_note(export, manifest), export.folder
-        return Checkpoint(folder, "Hugging Face", folder, config_folder or folder, None, note, export)
+    if export is not None and has_weights(export.path):
+        folder = export.path
+        return Checkpoint(folder, "Hugging Face", folder, config_folder or folder, None, export.note, export)
     if manifest is not None and manifest.adapter is not None:
         raise WeightMappingError(
             f"{path} holds only an adapter; write its policy by `grpo-mega export RUN_DIR OUT --merged`, and name OUT"

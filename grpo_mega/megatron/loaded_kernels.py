@@ -56,7 +56,7 @@ def in_use(device: Device) -> Kernels:
 def check_kernels(config: Config, device: Device) -> None:
     """Raise ConfigError if the run needs a kernel that did not load or that this device lacks."""
     raise_all(card_problems(config.precision, device.capability, device.name))
-    raise_all(dispatcher_problems(config, device.capability, device.name))
+    raise_all(dispatcher_problems(config.layout, config.model.resolved_dtype, device.capability, device.name))
     kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
     if not kernels_in_use.transformer_engine:
         needs = {"precision.fp8": config.precision.fp8, "optimizer.moments_dtype": config.optimizer.moments_dtype}
@@ -65,8 +65,9 @@ def check_kernels(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
-    raise_all(context_problems(config))
-    raise_all(kernel_problems(config, device.capability, device.name, version, kernels.flash_attention_version()))
+    raise_all(context_problems(config.layout.cp, config.model.resolved_dtype, config.batch.share_prompts))
+    sections = config.precision, config.layout, config.model.resolved_dtype
+    raise_all(kernel_problems(*sections, device.capability, device.name, version, kernels.flash_attention_version()))
 
 
 def check_attention(shape: ModelShape, dtype: torch.dtype, device: Device) -> None:

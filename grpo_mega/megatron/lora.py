@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor, nn
 
-from grpo_mega.config import Config
+from grpo_mega.config import ModelConfig
 from grpo_mega.formats.megatron_weights import stored_tensors
 from grpo_mega.megatron.attention import rms_norm
 from grpo_mega.megatron.compat import split_tensor_factory
@@ -95,30 +95,30 @@ class Lora:
     """The adapter of a policy on this rank. Without model.lora it has no parameters and changes nothing."""
 
     def __init__(
-        self, models: Sequence[Any], config: Config, family: Family, shape: ModelShape, runtime: Runtime
+        self, models: Sequence[Any], model: ModelConfig, seed: int, family: Family, shape: ModelShape, runtime: Runtime
     ) -> None:
         """Freeze the base and attach the adapter to the chunks, before they are wrapped."""
         self.parameters: dict[str, Any] = {}
         self.frozen: list[Any] = []  # the base's parameters
         self._is_on = True
-        if config.model.lora is None:
+        lora = model.lora
+        if lora is None:
             return
-        lora = config.model.lora
         self.scale = lora.alpha / lora.rank
         self.family = adapter_family(family, shape, lora.rank, lora.targets)
-        self.shards = shards_of(self.family, shape, config, runtime)
-        self._shape, self._runtime, self._seed = shape, runtime, config.seed
+        self.shards = shards_of(self.family, shape, model, runtime)
+        self._shape, self._runtime, self._seed = shape, runtime, seed
         self._mine, self._cut = self.shards.rank_shards(runtime.rank), self._find_cut()
         self._adapters: dict[str, Adapter] = {}  # by the local name of the layer
-        for index, model in enumerate(models):
-            self.frozen += model.requires_grad_(False).parameters()
-            self._attach(model, f"chunk{index}.")
-            if model.pre_process:
+        for index, chunk in enumerate(models):
+            self.frozen += chunk.requires_grad_(False).parameters()
+            self._attach(chunk, f"chunk{index}.")
+            if chunk.pre_process:
                 # Without it the embedding's output has no gradient, and recomputed layers get none without an error.
-                model.embedding.register_forward_hook(_require_grad)
+                chunk.embedding.register_forward_hook(_require_grad)
             # A checkpoint has only the adapter.
-            model.sharded_state_dict = partial(self._sharded, f"chunk{index}.")
-            model.load_state_dict = partial(model.load_state_dict, strict=False)
+            chunk.sharded_state_dict = partial(self._sharded, f"chunk{index}.")
+            chunk.load_state_dict = partial(chunk.load_state_dict, strict=False)
         self.parameters = {
             f"{layer}.lora.{name}": p for layer, a in self._adapters.items() for name, p in a.named_parameters()
         }

@@ -38,7 +38,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
-from grpo_mega.config import Config, ModelConfig
+from grpo_mega.config import LayoutConfig, ModelConfig, PrecisionConfig
 from grpo_mega.distributed.kernels import latent_problems
 from grpo_mega.errors import raise_all
 from grpo_mega.megatron import compat, routers
@@ -71,7 +71,15 @@ def groups_experts(model: ModelConfig, runtime: Runtime) -> bool:
     return uses_transformer_engine(runtime) and model.grouped_experts is not False
 
 
-def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
+def build_chunks(
+    shape: ModelShape,
+    family: Family,
+    hf_config: Any,
+    model: ModelConfig,
+    layout: LayoutConfig,
+    precision: PrecisionConfig,
+    runtime: Runtime,
+) -> list[GPTModel]:
     """Return this rank's model chunks, first to last. Without virtual pipeline parallelism there is one."""
     if shape.num_experts:
         compat.patch_moe()
@@ -85,20 +93,26 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
             ] = None
     if uses_transformer_engine(runtime):
         raise_all(latent_problems(shape, runtime.device.capability, runtime.device.name))
-        check_attention(shape, DTYPES[config.model.resolved_dtype], runtime.device)
+        check_attention(shape, DTYPES[model.resolved_dtype], runtime.device)
         compat.allow_fused_weight_gradients()
-    megatron = transformer_config(shape, family, hf_config, config, runtime)
+    megatron = transformer_config(shape, family, hf_config, model, layout, precision, runtime)
     chunks = [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
-    for router in (r for chunk in chunks for r in routers.routers_of(chunk) if config.model.router.freeze):
+    for router in (r for chunk in chunks for r in routers.routers_of(chunk) if model.router.freeze):
         router.weight.requires_grad_(False)
     return chunks
 
 
 def transformer_config(
-    shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime
+    shape: ModelShape,
+    family: Family,
+    hf_config: Any,
+    model: ModelConfig,
+    layout: LayoutConfig,
+    precision: PrecisionConfig,
+    runtime: Runtime,
 ) -> TransformerConfig:
     """Return Megatron's config, with the settings that prevent its silent errors."""
-    dtype = DTYPES[config.model.resolved_dtype]
+    dtype = DTYPES[model.resolved_dtype]
     is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
     use_te = uses_transformer_engine(runtime)
     config_class = MLATransformerConfig if shape.kv_lora else TransformerConfig
@@ -120,16 +134,16 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=runtime.layout.tp,
         context_parallel_size=runtime.layout.cp,
-        cp_comm_type=config.layout.cp_comm_type,
+        cp_comm_type=layout.cp_comm_type,
         pipeline_model_parallel_size=runtime.layout.pp,
         virtual_pipeline_model_parallel_size=runtime.layout.vpp if is_interleaved else None,
         pipeline_model_parallel_layout=_uneven_stages(shape, runtime),
-        sequence_parallel=config.layout.sequence_parallel,
+        sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        **megatron_settings(config.precision),
-        **_moe_config(shape, hf_config, config, runtime),
+        **megatron_settings(precision),
+        **_moe_config(shape, hf_config, model, layout.token_dispatcher, runtime),
         **_latent_config(shape, hf_config),
         # Megatron counts the tokens before a token; the list says which layers have the window.
         window_size=(max(shape.windows) - 1, 0) if shape.windows else None,
@@ -150,7 +164,7 @@ def transformer_config(
         # With gloo and interleaving at pp=2, batched p2p swaps the previous and the next stage.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        **_recompute_settings(config.model, uses_te=use_te),
+        **_recompute_settings(model, uses_te=use_te),
     )
 
 
@@ -167,22 +181,23 @@ def _recompute_settings(model: ModelConfig, *, uses_te: bool) -> dict[str, Any]:
     return {}
 
 
-def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runtime) -> dict[str, Any]:
+def _moe_config(
+    shape: ModelShape, hf_config: Any, model: ModelConfig, dispatcher: str, runtime: Runtime
+) -> dict[str, Any]:
     """Return Megatron's settings for an MoE model. They route as the Hugging Face model does; `Routers` does the
     rest.
     """
     if not shape.num_experts:
         return {}
-    dispatcher = config.layout.token_dispatcher
     settings = {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn,
         "moe_router_topk": hf_config.num_experts_per_tok,
         # A softmax over the chosen experts equals a softmax over all experts, renormalized over the chosen ones.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
-        **routers.settings(config.model.router),
-        "moe_grouped_gemm": groups_experts(config.model, runtime),
-        "moe_permute_fusion": uses_transformer_engine(runtime) and config.model.fused_permutation is not False,
+        **routers.settings(model.router),
+        "moe_grouped_gemm": groups_experts(model, runtime),
+        "moe_permute_fusion": uses_transformer_engine(runtime) and model.fused_permutation is not False,
         "moe_token_dispatcher_type": "alltoall" if dispatcher == "alltoall" else "flex",
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.etp,
@@ -346,10 +361,10 @@ def biases_of(models: Sequence[Any]) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in buffers if name.endswith(_BIAS)}
 
 
-def shards_of(family: Family, shape: ModelShape, config: Config, runtime: Runtime) -> ShardLayout:
+def shards_of(family: Family, shape: ModelShape, model: ModelConfig, runtime: Runtime) -> ShardLayout:
     """Return the slices of a model that each rank of the layout holds, in the form that transfer plans use."""
     use_te = uses_transformer_engine(runtime)
-    grouped_experts = groups_experts(config.model, runtime)
+    grouped_experts = groups_experts(model, runtime)
     return megatron_shards(family, shape, runtime.layout, fused_norms=use_te, grouped_experts=grouped_experts)
 
 

@@ -331,9 +331,10 @@ class Teacher:
         ep = runtime.layout.ep if shape.num_experts else 1
         self._runtime = replace(runtime, layout=replace(runtime.layout, layers_per_chunk=None, ep=ep))
         self._temperature, self._vocab_size = config.rollout.temperature, vocab_size
-        config = config.model_copy(update={"precision": PrecisionConfig()})
-        self._models = build_chunks(shape, family, hf_config, config, self._runtime)
-        self._holding = shards_of(family, shape, config, self._runtime).rank_shards(runtime.rank)
+        self._models = build_chunks(
+            shape, family, hf_config, config.model, config.layout, PrecisionConfig(), self._runtime
+        )
+        self._holding = shards_of(family, shape, config.model, self._runtime).rank_shards(runtime.rank)
         self._parameters = parameters_of(self._models, self._holding)
         self._pipeline = Pipeline(
             [Float16Module(m.config, m) if m.config.bf16 else m for m in self._models],

@@ -68,13 +68,14 @@ class Policy:
     def __init__(self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime) -> None:
         """Build the model without weights; `load` fills them."""
         self._config, self._shape, self._runtime = config, shape, runtime
-        self.shards = shards_of(family, shape, config, runtime)
+        self.shards = shards_of(family, shape, config.model, runtime)
         self._shows_progress = runtime.rank == 0 and config.log.progress
         with phase("building the model", self._shows_progress):
-            self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
+            # One per virtual pipeline stage.
+            self.models = build_chunks(shape, family, hf_config, config.model, config.layout, config.precision, runtime)
         self.parameters = parameters_of(self.models, self.shards.rank_shards(runtime.rank))  # by local name
         check_marks(self.parameters, self.shards, runtime)
-        self.lora = Lora(self.models, config, family, shape, runtime)
+        self.lora = Lora(self.models, config.model, config.seed, family, shape, runtime)
         self._layer_group = optimizers.layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision, self.lora.finish_gradients)
         self._weights = self.parameters | biases_of(self.models)  # parameters_of leaves out biases: they are buffers
@@ -408,27 +409,16 @@ class Policy:
         self._seen.append((batch, logprobs.detach()))
         if batch.old_logprobs is None:  # with one optimizer step per rollout they are equal by definition
             batch.old_logprobs = logprobs.detach()
-        return policy_loss(
-            LossInputs(
-                logprobs=logprobs,
-                old_logprobs=batch.old_logprobs,
-                ref_logprobs=batch.ref_logprobs,
-                rollout_logprobs=batch.rollout_logprobs,
-                advantages=batch.advantages,
-                loss_mask=batch.loss_mask,
-                loss_weights=batch.loss_weights,
-                segments=sequences(batch),
-                num_segments=batch.num_segments,
-                teacher_logprobs=batch.teacher_logprobs,
-                teacher_kl=self._teacher_kl(hidden_TH, batch),
-                entropy=entropy,
-                nll_weights=batch.nll_weights,
-                covariance_mask=batch.covariance_mask,
-                importance_mean=batch.importance_mean,
-                cp_group=self._runtime.cp_group,
-            ),
-            self.algorithm,
+        inputs = LossInputs.of_batch(
+            batch,
+            logprobs=logprobs,
+            segments=sequences(batch),
+            num_segments=batch.num_segments,
+            teacher_kl=self._teacher_kl(hidden_TH, batch),
+            entropy=entropy,
+            cp_group=self._runtime.cp_group,
         )
+        return policy_loss(inputs, self.algorithm)
 
     def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
         """Return the metrics of a mini-batch, identical on all ranks. One rank per tensor-parallel group

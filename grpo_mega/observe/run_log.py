@@ -92,14 +92,15 @@ def open_run_log(config: Config, rank: int, hooks: Hooks) -> RunLog:
     """Open the log of this rank. Rank 0 creates config.run_dir and its files, or continues them."""
     if rank != 0:
         return RunLog()
-    monitor = Monitor(configs.leaves(config.model_dump(mode="json")))
+    settings = config.model_dump(mode="json")
+    monitor = Monitor(configs.leaves(settings))
     steps_before = by_step(curves(read_lines(config.run_dir / METRICS_FILE)[0]))
     for step in sorted(steps_before):
         monitor.observe(step, steps_before[step])  # an earlier start has logged these warnings
     console = ConsoleWriter(get_console(), config.steps, SECONDS_BETWEEN_SFT_STEPS if config.algorithm.is_sft else 0.0)
     log = RunLog([console, JsonLinesWriter(config.run_dir)], config.log.samples_per_step, monitor)
     if config.log.wandb:
-        log.writers.append(WandbWriter(config, log=console.write_message))
+        log.writers.append(WandbWriter(config.run_dir, config.log.wandb_project, settings, console.write_message))
     if config.log.tensorboard:
         log.writers.append(TensorBoardWriter(config.run_dir, first_step=max(steps_before, default=0) + 1))
     # The report comes last: when it reads the files, the other writers have written and closed them.

@@ -19,7 +19,6 @@ from urllib.parse import urlparse
 from rich.console import Console
 from rich.text import Text
 
-from grpo_mega.config import Config
 from grpo_mega.paths import (
     EXPERTS_FILE,
     MESSAGES_FILE,
@@ -206,25 +205,25 @@ _OF_ALL = {"mean", "std", "min", "max"}
 
 
 class WandbWriter(Writer):
-    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, project: str, settings: dict[str, Any], log: Callable[[str], None]) -> None:
         if sys.modules.get("wandb", self) is None:  # megatron/compat.py hides wandb from Megatron
             del sys.modules["wandb"]
         import wandb
 
         mode = wandb_mode(os.environ)
         # The id is stored in the run's folder, so that a resumed run continues the same W&B run.
-        id_file = config.run_dir / WANDB_ID_FILE
+        id_file = run_dir / WANDB_ID_FILE
         if not id_file.exists():
             write_atomically(id_file, uuid.uuid4().hex[:8].encode())
 
         def start(mode: Mode) -> Any:
             return wandb.init(
-                project=config.log.wandb_project,
-                name=config.run_dir.name,
+                project=project,
+                name=run_dir.name,
                 id=id_file.read_text().strip(),
                 resume="allow",
-                dir=str(config.run_dir),
-                config=config.model_dump(mode="json"),
+                dir=str(run_dir),
+                config=settings,
                 mode=mode,
                 settings=wandb.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_CONNECT),
             )

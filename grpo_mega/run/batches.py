@@ -23,11 +23,10 @@ from grpo_mega.algorithm.losses import choose_by_covariance
 from grpo_mega.algorithm.token_weights import contributes_to_loss, mean_importance, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
 from grpo_mega.batching.layout import from_samples, response_places, routes_row, sampled_mask
-from grpo_mega.config import AlgorithmConfig, Config
+from grpo_mega.config import AlgorithmConfig, BatchConfig, Config, RewardsConfig, RolloutConfig, TeacherConfig
 from grpo_mega.data.rows import find_value
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import MismatchError
-from grpo_mega.megatron.offload import Teacher
 from grpo_mega.megatron.pipeline import BACKWARD, FORWARD
 from grpo_mega.megatron.policy import OPTIMIZER, Policy
 from grpo_mega.megatron.runtime import Runtime
@@ -79,22 +78,24 @@ def attach_logprobs(
     a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
     if not batches:
         if a.has_kl_reward:
-            assign_advantages(config, a, groups)
+            assign_advantages(config.rollout, config.rewards, a, groups)
         return []
     if config.rollout.routing_replay:
         with timers("exchange"):
             attach_routes(batches, samples, runtime)
         check_routes(batches, samples, runtime)
-    with _shown_passes(config, batches, shows_progress):
+    own = sum(teacher.url is None for teacher in config.teachers.values())
+    num_models = int(config.needs_old_logprobs) + int(config.algorithm.kl_beta > 0) + own
+    with _shown_passes(num_models * _num_passes(policy, batches), shows_progress):
         with timers("logprobs"):
             batches = policy.attach_logprobs(batches, timers)
         if config.teachers:
             with timers("teacher"):
-                attach_teacher_logprobs(config, samples, batches, policy.teachers, runtime)
+                attach_teacher_logprobs(config.teachers, config.data.teacher_column, policy, samples, batches, runtime)
     with timers("pack"):
         if a.has_kl_reward:
             penalties = gather_responses(lambda batch: _penalty(a, batch), batches, samples, runtime)
-            assign_advantages(config, a, groups, penalties)
+            assign_advantages(config.rollout, config.rewards, a, groups, penalties)
             assigned = [s.advantages for s in samples if s.advantages is not None]
             for batch in chain.from_iterable(batches):
                 batch.advantages = from_samples(assigned, batch, samples)
@@ -111,11 +112,8 @@ def attach_logprobs(
 
 
 @contextmanager
-def _shown_passes(config: Config, batches: MiniBatches, is_shown: bool) -> Iterator[None]:
+def _shown_passes(num_passes: int, is_shown: bool) -> Iterator[None]:
     """Show the progress of the forward passes of policy, reference and teachers inside."""
-    teachers = sum(teacher.url is None for teacher in config.teachers.values())
-    num_models = int(config.needs_old_logprobs) + int(config.algorithm.kl_beta > 0) + teachers
-    num_passes = num_models * sum(map(len, batches)) * (config.layout.vpp or 1)
     with (
         progress(num_passes, "log-probs, micro-batches", is_shown and num_passes > 0) as bar,
         recorder().heard(lambda kind: bar.advance() if kind == FORWARD else None),
@@ -123,12 +121,16 @@ def _shown_passes(config: Config, batches: MiniBatches, is_shown: bool) -> Itera
         yield
 
 
+def _num_passes(policy: Policy, batches: MiniBatches) -> int:
+    return sum(map(len, batches)) * len(policy.models)
+
+
 def update_policy(
-    config: Config, policy: Policy, batches: MiniBatches, pace: Pace, is_shown: bool
+    config: BatchConfig, policy: Policy, batches: MiniBatches, pace: Pace, is_shown: bool
 ) -> list[StepMetrics]:
     """Run the optimizer steps of one rollout, and show their progress. Return the metrics of each step."""
-    num_passes = sum(map(len, batches)) * (config.layout.vpp or 1) * config.batch.epochs
-    pieces = {FORWARD: num_passes, BACKWARD: num_passes, OPTIMIZER: config.batch.optimizer_steps}
+    num_passes = _num_passes(policy, batches) * config.epochs
+    pieces = {FORWARD: num_passes, BACKWARD: num_passes, OPTIMIZER: config.optimizer_steps}
     with (
         progress(sum(pieces.values()), "update, passes and optimizer steps", is_shown) as bar,
         pace.over(pieces, bar) as start,
@@ -138,10 +140,11 @@ def update_policy(
 
 
 def attach_teacher_logprobs(
-    config: Config,
+    teachers: Mapping[str, TeacherConfig],
+    column: str | None,
+    policy: Policy,
     samples: Sequence[Sample],
     batches: MiniBatches,
-    teachers: Mapping[str, Teacher],
     runtime: Runtime,
 ) -> None:
     """Set the batches' teacher_logprobs.
@@ -149,14 +152,15 @@ def attach_teacher_logprobs(
     A Megatron teacher computes all tokens, and only the values of its samples are kept. A server computes only its
     samples, and each rank requests a share of them.
     """
-    column, default = config.data.teacher_column, next(iter(config.teachers))
-    names = [default if column is None else str(find_value(sample.prompt.extras, column)) for sample in samples]
-    if any(settings.url for settings in config.teachers.values()):
+    names = [
+        next(iter(teachers)) if column is None else str(find_value(sample.prompt.extras, column)) for sample in samples
+    ]
+    if any(settings.url for settings in teachers.values()):
         lengths = [sample.response_len for sample in samples]
         values_N = torch.zeros(sum(lengths), dtype=torch.float32)  # log-probs of all samples, end to end
         rows = values_N.split(lengths)
         with runtime.raise_on_all_ranks():
-            for name, settings in config.teachers.items():
+            for name, settings in teachers.items():
                 mine = [i for i in range(runtime.rank, len(samples), runtime.layout.world_size) if names[i] == name]
                 if settings.url is not None:
                     found = served_logprobs(name, settings.url, [samples[i] for i in mine], recorder().beat)
@@ -169,9 +173,9 @@ def attach_teacher_logprobs(
     def is_taught(is_of: Sequence[Tensor], batch: PackedBatch) -> Tensor:
         return (from_samples(is_of, batch, samples) > 0) & (batch.loss_mask > 0)
 
-    for name, teacher in teachers.items():
+    for name, teacher in policy.teachers.items():
         is_of = [torch.full((s.response_len,), float(other == name)) for s, other in zip(samples, names, strict=True)]
-        if config.algorithm.has_vocab_kl:
+        if policy.algorithm.has_vocab_kl:
             for batch, hidden in teacher.hidden(batches, partial(is_taught, is_of)):
                 batch.teacher_hidden = (batch.teacher_hidden or {}) | {name: hidden}
             continue
@@ -232,7 +236,9 @@ def is_zero_variance(a: AlgorithmConfig, group: Group) -> bool:
     return not any(bool(row.any()) for row in rows if row is not None)
 
 
-def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+def drop_zero_variance(
+    rollout: RolloutConfig, rewards: RewardsConfig, a: AlgorithmConfig, groups: Sequence[Group]
+) -> tuple[list[Group], list[Group]]:
     """Return the groups that the update learns from, and the other groups.
 
     `groups` are all usable groups that the step generated so far. The advantages are computed over all of them, because
@@ -240,22 +246,26 @@ def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Gr
     group baseline equal rewards are no reason to generate more groups, so no group is dropped. The advantages in
     `groups` are not set.
     """
-    if config.algorithm.adv_type in WITHOUT_BASELINE:
+    if a.adv_type in WITHOUT_BASELINE:
         return list(groups), []
     judged = [Group(group.prompt, [replace(sample) for sample in group.samples]) for group in groups]
-    assign_advantages(config, config.algorithm, judged)
+    assign_advantages(rollout, rewards, a, judged)
     useful, equal = list[Group](), list[Group]()
     for group, copy in zip(groups, judged, strict=True):
-        (equal if is_zero_variance(config.algorithm, copy) else useful).append(group)
+        (equal if is_zero_variance(a, copy) else useful).append(group)
     return useful, equal
 
 
 def assign_advantages(
-    config: Config, a: AlgorithmConfig, groups: Sequence[Group], kl_penalties: Sequence[Tensor] | None = None
+    rollout: RolloutConfig,
+    rewards: RewardsConfig,
+    a: AlgorithmConfig,
+    groups: Sequence[Group],
+    kl_penalties: Sequence[Tensor] | None = None,
 ) -> None:
     """Set the samples' advantages. `groups` are all groups of the step; `kl_penalties`: see algorithm/advantages.py."""
-    longest, weights = config.rollout.max_response_length, {f.name: f.weight for f in config.rewards.functions}
-    if config.rollout.agent is not None:  # the names that it returns have weight 1
+    longest, weights = rollout.max_response_length, {f.name: f.weight for f in rewards.functions}
+    if rollout.agent is not None:  # the names that it returns have weight 1
         weights = dict.fromkeys(sorted({n for g in groups for s in g.samples for n in s.scores}), 1.0) | weights
     advantages.assign_advantages(
         groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights
@@ -307,7 +317,6 @@ def _attach_from_whole(
         whole = LossInputs(  # the response tokens of the mini-batch, end to end, before the update
             logprobs=old_T,
             old_logprobs=old_T,
-            ref_logprobs=None,
             rollout_logprobs=torch.tensor([value for s in members for value in s.rollout_logprobs]),
             advantages=torch.cat([s.advantages for s in members if s.advantages is not None]),
             loss_mask=mask_T,

@@ -33,7 +33,7 @@ from grpo_mega.data.load import BY_PROMPT, BY_TEXT
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
-from grpo_mega.formats.detect import read_manifest
+from grpo_mega.formats.checkpoints import latest, read_manifest, tell_latest
 from grpo_mega.paths import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -50,10 +50,10 @@ from grpo_mega.paths import (
     read_json,
     write_atomically,
 )
-from grpo_mega.run.checkpoints import latest, tell_latest
-from grpo_mega.text import read_json_lines
+from grpo_mega.text import as_text, read_json_lines
 from grpo_mega.yaml_text import parse_yaml
 
+_MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 FREE_ON_RESUME = frozenset(free_keys(Config))
 
 
@@ -210,6 +210,19 @@ def adopt(config: Config) -> list[str]:
     changes = _changes(config.run_dir, config)
     write_atomically(config.run_dir / CONFIG_FILE, configs.dump(config).encode())
     return [f"from here on {key}={now!r}; it was {before!r}" for key, (before, now) in changes.items()]
+
+
+def changed_settings(config: Config) -> str:
+    """Return the settings that differ from the defaults, with a line for each section."""
+    sections: dict[str, list[str]] = {}
+    for key, value in configs.changed(config).items():
+        section, name = key.split(".", 1) if "." in key else ("", key)
+        text = as_text(value).replace("\n", "\\n")
+        sections.setdefault(section, []).append(
+            f"{name}={text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'}"
+        )
+    lines = [f"{f'{section}: ' if section else ''}{', '.join(values)}" for section, values in sections.items()]
+    return "\n  ".join(["settings that differ from the defaults:", *lines])
 
 
 class FirstStart(NamedTuple):

@@ -5,69 +5,66 @@ policy: they only generate, and the other ranks save for them.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any, TypeVar
 
 from torch.distributed import DistError, PrefixStore
 
-from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.data.load import RunData, Sampler
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
-from grpo_mega.distributed.libraries import describe
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
-from grpo_mega.formats.detect import Manifest, read_manifest
+from grpo_mega.formats.checkpoints import (
+    Manifest,
+    check_model,
+    export_record,
+    latest,
+    read_manifest,
+    tell_latest,
+)
+from grpo_mega.formats.model import ModelFiles, decoder
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
 from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import Pace, Timers, phase, progress
 from grpo_mega.observe.rules import Health
-from grpo_mega.observe.run_log import Hooks, RunLog, open_run_log
+from grpo_mega.observe.run_log import Hooks, RunLog
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
-from grpo_mega.run.checkpoints import check_adapter, check_model, latest, next_export_record, tell_latest
+from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.engines import (
+from grpo_mega.run.export import export_adapter, export_policy, with_end_token
+from grpo_mega.run.inputs import InputDigests, SameInputs
+from grpo_mega.run.parts import (
     build_adapter_sync,
     build_engine,
+    build_policy,
     build_sync,
     drives_engine,
     make_room,
     measure_free_memory,
     open_agents,
     open_conversations,
-)
-from grpo_mega.run.folder import adopt, trim
-from grpo_mega.run.inputs import SameInputs
-from grpo_mega.run.model_files import (
-    InputDigests,
-    ModelFiles,
-    build_policy,
-    decoder,
-    export_adapter,
-    export_policy,
+    open_log,
     training_sampling,
-    with_end_token,
 )
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
-from grpo_mega.text import as_text
 from grpo_mega.types import Prompt, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
-_MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 
 
 @dataclass(kw_only=True)
@@ -119,8 +116,7 @@ class TrainingJob:
         if checkpoint is not None:
             manifest = read_manifest(checkpoint)
             if (policy := self.policy) is not None:
-                check_model(checkpoint, manifest.model, self.model.shape)
-                check_adapter(checkpoint, manifest.adapter, self.config.model.recorded_lora)
+                check_model(checkpoint, manifest, self.model.shape, self.config.model.recorded_lora)
                 for change in [*self.inputs.changes(manifest.inputs), *installed_set().change(manifest.versions)]:
                     self.log.warn(change)
                 with phase("verifying the checkpoint", self.shows_progress):
@@ -201,11 +197,11 @@ class TrainingJob:
         """Write the policy to RUN_DIR/hf after the last step. Call this while the policy has the devices."""
         assert self.policy is not None, "a rank without a policy exports nothing"
         folder = self.config.run_dir / EXPORT_DIR
-        record = next_export_record(self.checkpoints.folder, self.steps_done, installed_set().record)
+        record = export_record(self.checkpoints.folder, self.steps_done, installed_set().record)
         if self.config.algorithm.is_sft:
-            record |= with_end_token(self.config, self.model)
-        if self.config.model.lora is not None:
-            export_adapter(self.policy, self.model, self.config.model, self.config.run_dir / ADAPTER_DIR)
+            record |= with_end_token(self.model, self.config.rollout.stop_token_ids)
+        if (lora := self.config.model.lora) is not None:
+            export_adapter(self.policy, self.model, lora, self.config.run_dir / ADAPTER_DIR)
         export_policy(self.policy, self.model, folder, record=record, shows_progress=self.shows_progress)
         self.log.message(f"policy saved as a Hugging Face checkpoint in {folder}")
 
@@ -310,8 +306,9 @@ class TrainingJob:
 class Job(TrainingJob):
     """A job with an engine."""
 
-    colocation: Colocation
-    rollouts: Rollouts
+    # open_job sets both once the log is open.
+    colocation: Colocation = field(init=False)
+    rollouts: Rollouts = field(init=False)
 
     def log_peak_memory(self) -> None:
         super().log_peak_memory()
@@ -330,6 +327,9 @@ class Job(TrainingJob):
         return super().stops_after(step)
 
 
+AnyJob = TypeVar("AnyJob", bound=TrainingJob)
+
+
 @contextmanager
 def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | None = None) -> Iterator[Job]:
     """Prepare the job for its first step. The engine has no weights before the first sync_weights.
@@ -340,16 +340,16 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
     hooks = hooks or Hooks()
     with ExitStack() as stack:
         # Workers import in the background while the model is built. Only the first rank of each engine has workers.
-        has_workers = drives_engine(config)
+        has_workers = drives_engine(config.layout.engine_ranks, config.rollout.tp)
         pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
-        agents = stack.enter_context(open_agents(config) if has_workers else nullcontext())
+        agents = stack.enter_context(open_agents(config.rollout, config.code_dir) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())
         inputs = SameInputs(config, pool.wait_until_ready)
         with shown("connecting the ranks"):
             runtime = runtimes.start(config, inputs.meet)
             stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
-        model, tokenizer, data, sampler = inputs.found
+        model, tokenizer, *_ = inputs.found
         with shown("building the engine"):
             engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
@@ -359,86 +359,73 @@ def open_job(config: Config, build: BuildPolicy = build_policy, hooks: Hooks | N
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        base = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks)
-        log = base.log
-        trainer, served = shards_of(model.family, model.shape, config, runtime), engine.shard_layout
+        job = open_training(Job, stack, inputs, runtime, policy, timers, hooks)
+        trainer, served = shards_of(model.family, model.shape, config.model, runtime), engine.shard_layout
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, served, runtime, rendezvous)
-        colocation = Colocation(
-            policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
+        job.colocation = Colocation(
+            policy, engine, sync, rendezvous, timers, config.rollout, memory, job.log.message, runtime.first_engine_rank
         )
-        colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
-        colocation.free = measure_free_memory(config, model, runtime, hooks.plan_free)
-        sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
-        everyone, scorer = runtime.everyone, Scorer(pool, decode)
-        with runtime.raise_on_all_ranks(everyone):
-            conversations = open_conversations(config, tokenizer, model, agents, log.warn)
-        stack.enter_context(conversations or nullcontext())
-        raises = partial(runtime.raise_on_all_ranks, everyone)
-        parts = (config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone)
-        rollouts = Rollouts(*parts, raises, conversations)
-        yield Job(**vars(base), colocation=colocation, rollouts=rollouts)
+        job.colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
+        job.colocation.free = measure_free_memory(config, model, runtime, hooks.plan_free)
+        job.rollouts = build_rollouts(job, tokenizer, pool, agents)
+        stack.enter_context(job.rollouts.conversations or nullcontext())
+        yield job
+
+
+def build_rollouts(job: Job, tokenizer: Any, pool: RewardPool, agents: AgentWorkers | None) -> Rollouts:
+    """Connect the engine with the rewards and, with agents, with their conversations. All ranks call it."""
+    config, runtime, colocation = job.config, job.runtime, job.colocation
+    sampling, decode = training_sampling(config, job.model, tokenizer), decoder(tokenizer, job.model)
+    raise_on_all_ranks = partial(runtime.raise_on_all_ranks, runtime.everyone)
+    with raise_on_all_ranks():
+        conversations = open_conversations(config, tokenizer, decode, sampling, agents, job.log.warn)
+    return Rollouts(
+        config=config,
+        engine=colocation.engine,
+        recover=colocation.recover,
+        rendezvous=colocation.rendezvous,
+        scorer=Scorer(pool, decode),
+        sampling=sampling,
+        decode=decode,
+        timers=job.timers,
+        warn=job.log.warn,
+        ranks=runtime.everyone,
+        raise_on_all_ranks=raise_on_all_ranks,
+        conversations=conversations,
+    )
 
 
 def open_training(
+    kind: type[AnyJob],
     stack: ExitStack,
-    config: Config,
+    inputs: SameInputs,
     runtime: Runtime,
-    model: ModelFiles,
-    data: RunData,
-    sampler: Sampler,
     policy: Policy | None,
     timers: Timers,
     hooks: Hooks,
-) -> TrainingJob:
+) -> AnyJob:
     """Open the log, the watchdog and the checkpoints. The end of `stack` closes them."""
+    config = inputs.config
+    model, _, data, sampler = inputs.found
     log = open_log(config, runtime, data.notes, hooks)
     stack.callback(log.close)
     gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
     tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
-    stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
-    return TrainingJob(
+    rank, store, deadlines = runtime.rank, runtime.store, (config.hang_deadline_s, config.deadline_of_phase)
+    stack.enter_context(HangWatch(config.run_dir, *deadlines, store, rank, runtime.num_ranks, timers, tell))
+    shows_progress = rank == 0 and config.log.progress
+    checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep, rank, store, log.warn, shows_progress)
+    return kind(
         config=config,
         runtime=runtime,
         model=model,
         data=data,
         sampler=sampler,
         policy=policy,
-        checkpoints=stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn))),
-        inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
+        checkpoints=stack.enter_context(closing(checkpoints)),
+        inputs=InputDigests(config, data.digests, rank, runtime.layout.world_size),
         log=log,
         timers=timers,
         stop=StopRequest(config.run_dir),
         health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
     )
-
-
-def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hooks) -> RunLog:
-    """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
-
-    Log the set of package versions, the kernels in use, the loaded libraries and the variables that change numbers, the
-    settings that differ from the defaults, notes on the data, and the settings that a resume changed.
-    """
-    changes: list[str] = []
-    if runtime.rank == 0:
-        checkpoint = latest(config.run_dir / CHECKPOINTS)
-        trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
-        changes = adopt(config)
-    log = open_run_log(config, runtime.rank, hooks)
-    log.message(f"versions: set {installed_set().record}")
-    kernels = (in_use(runtime.device).line(), *attention_notes)
-    for message in (*kernels, describe(), changed_settings(config), *notes, *changes):
-        log.message(message)
-    return log
-
-
-def changed_settings(config: Config) -> str:
-    """Return the settings that differ from the defaults, with a line for each section."""
-    sections: dict[str, list[str]] = {}
-    for key, value in configs.changed(config).items():
-        section, name = key.split(".", 1) if "." in key else ("", key)
-        text = as_text(value).replace("\n", "\\n")
-        sections.setdefault(section, []).append(
-            f"{name}={text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'}"
-        )
-    lines = [f"{f'{section}: ' if section else ''}{', '.join(values)}" for section, values in sections.items()]
-    return "\n  ".join(["settings that differ from the defaults:", *lines])

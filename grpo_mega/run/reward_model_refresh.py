@@ -15,7 +15,6 @@ import subprocess
 from collections.abc import Sequence
 from functools import partial
 
-from grpo_mega.config import Config
 from grpo_mega.distributed.launch import die_with_launcher
 from grpo_mega.errors import ConfigError, RefreshError
 from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, refresh_log, write_atomically
@@ -76,7 +75,7 @@ def refresh_rewards_if_due(job: Job, step: int) -> None:
         return
     with job.timers("refresh"):
         job.log.message(f"iteration {step // length} has ended: running rewards.refresh_command")
-        _agree(job, _run_command(config, config.rewards.refresh_command, step, step // length) if job.is_main else None)
+        _agree(job, _run_command(job, config.rewards.refresh_command, step, step // length) if job.is_main else None)
         problem = None
         try:
             for function in config.rewards.functions:
@@ -97,9 +96,18 @@ def _agree(job: Job, problem: str | None) -> None:
             raise RefreshError(found)
 
 
-def _run_command(config: Config, command: str, step: int, iteration: int) -> str | None:
+def _run_command(job: Job, command: str, step: int, iteration: int) -> str | None:
     """Run the command. Return why it failed; None if it succeeded."""
-    write_replay(config, iteration)
+    config = job.config
+    # The command reads these samples. The random choice is the same each time.
+    path = config.run_dir / ROLLOUTS_FILE
+    rows = [(line, row["iteration"]) for line, row in read_json_lines(path) if row] if path.exists() else []
+    earlier = [place for place, (_, number) in enumerate(rows) if number < iteration]
+    drawn = random.Random(f"{config.seed} {iteration}").sample(
+        earlier, round(config.data.replay_fraction * len(earlier))
+    )
+    chosen = {*drawn, *(place for place, (_, number) in enumerate(rows) if number == iteration)}
+    write_atomically(config.run_dir / REPLAY_FILE, b"".join(rows[place][0] for place in sorted(chosen)))
     folder, deadline_s = config.run_dir.resolve(), config.rewards.refresh_deadline_s
     given = {"REPLAY": folder / REPLAY_FILE, "RUN_DIR": folder, "ITERATION": iteration, "STEP": step}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
@@ -133,15 +141,3 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
         if code
         else None
     )
-
-
-def write_replay(config: Config, iteration: int) -> None:
-    """Write the samples that the command reads after this iteration. The random choice is the same each time."""
-    path = config.run_dir / ROLLOUTS_FILE
-    rows = [(line, row["iteration"]) for line, row in read_json_lines(path) if row] if path.exists() else []
-    earlier = [place for place, (_, number) in enumerate(rows) if number < iteration]
-    drawn = random.Random(f"{config.seed} {iteration}").sample(
-        earlier, round(config.data.replay_fraction * len(earlier))
-    )
-    chosen = {*drawn, *(place for place, (_, number) in enumerate(rows) if number == iteration)}
-    write_atomically(config.run_dir / REPLAY_FILE, b"".join(rows[place][0] for place in sorted(chosen)))

@@ -4,7 +4,7 @@ Training waits only until the state is in a private folder in the tmpfs of each 
 removes their names, so the memory is freed when the process ends, however it ends. A background thread of each rank
 then hashes its files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back. The threads of all ranks
 communicate through the job's store. When all ranks are done, and the step is logged because a resumed run never repeats
-it, rank 0's thread publishes the checkpoint (checkpoints.py). So a visible checkpoint is always complete.
+it, rank 0's thread publishes the checkpoint (formats/checkpoints.py). So a visible checkpoint is always complete.
 
 A staging folder that no process has locked is left over from a killed run, and the next run of the same user removes
 it. Folders of other users are never used, followed or removed. `verify` detects files that changed since they were
@@ -31,15 +31,13 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from grpo_mega.config import Config
 from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import Manifest
+from grpo_mega.formats.checkpoints import Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
 from grpo_mega.paths import CHECKPOINTS, LATEST, STATE
 from grpo_mega.processes import make_locked_folder, remove_unlocked
-from grpo_mega.run.checkpoints import clean, partial_name, publish
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -58,10 +56,18 @@ _CHUNKS_PER_SYNC = 16  # regular syncs keep the last fsync short and show progre
 class Checkpoints:
     """Saves of one run. All ranks call every method together, except `close`. Calls of one rank do not overlap."""
 
-    def __init__(self, config: Config, rank: int, store: dist.Store, warn: Callable[[str], None]) -> None:
-        self.folder = config.run_dir / CHECKPOINTS
-        self._keep, self._rank, self._warn = config.checkpoint.keep, rank, warn
-        self._shows_progress = config.log.progress and rank == 0
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        rank: int,
+        store: dist.Store,
+        warn: Callable[[str], None],
+        shows_progress: bool = False,
+    ) -> None:
+        self.folder = run_dir / CHECKPOINTS
+        self._keep, self._rank, self._warn = keep, rank, warn
+        self._shows_progress = shows_progress
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # for the writers, because a connection serves one thread at a time
         self._num_saves = 0
         self._writer: _Writer | None = None  # writer of the save in progress

@@ -31,7 +31,7 @@ from grpo_mega.run.batches import update_policy
 from grpo_mega.run.folder import explained
 from grpo_mega.run.inputs import SameInputs
 from grpo_mega.run.job import TrainingJob, open_training
-from grpo_mega.run.model_files import build_policy
+from grpo_mega.run.parts import build_policy
 from grpo_mega.text import read_lines
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 
@@ -49,10 +49,9 @@ def run(config: Config, hooks: Hooks | None = None) -> None:
         with shown("connecting the ranks"):
             runtime = runtimes.start(config, inputs.meet)
             stack.callback(runtimes.stop)
-        model, _, data, sampler = inputs.found
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
-        policy = build_policy(config, model, runtime)
-        job = open_training(stack, config, runtime, model, data, sampler, policy, timers, hooks or Hooks())
+        policy = build_policy(config, inputs.found[0], runtime)
+        job = open_training(TrainingJob, stack, inputs, runtime, policy, timers, hooks or Hooks())
         stack.enter_context(job.saved_on_failure())
         stack.enter_context(job.listening())
         first, tracer = job.resume(), job.tracer()
@@ -79,7 +78,7 @@ def train_step(job: TrainingJob, step: int) -> None:
         samples, batches = pack([turn.prompt for turn in turns], policy)
     with job.timers("update"):
         batches = policy.attach_logprobs(batches)
-        passes = update_policy(job.config, policy, batches, job.pace, job.shows_progress)
+        passes = update_policy(job.config.batch, policy, batches, job.pace, job.shows_progress)
     metrics = {n: v for n, v in mean_over_updates(passes).items() if not n.startswith(_OF_POLICY_LOSS)}
     metrics |= {"rows": float(len(turns)), "epoch": float(max(turn.epoch for turn in turns))}
     job.log.log_loads(step + 1, policy.routers.loads)

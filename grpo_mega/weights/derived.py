@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from grpo_mega.config import Config
+from grpo_mega.config import LoraConfig, RolloutConfig, SyncConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
 from grpo_mega.weights.families import Stacked
@@ -33,21 +33,17 @@ def served_family(family: Family, shape: ModelShape) -> Family:
     return replace(family, rows=rows, embedding=_renamed(family.embedding))
 
 
-def sends_adapter(config: Config, shape: ModelShape) -> bool:
+def sends_adapter(lora: LoraConfig | None, sync: SyncConfig, rollout: RolloutConfig, shape: ModelShape) -> bool:
     """Return True if syncs send only the adapter of model.lora, False if they send the merged weights."""
-    return (
-        config.model.lora is not None
-        and (config.sync.lora or "adapter") == "adapter"
-        and not merge_reason(config, shape)
-    )
+    return lora is not None and sync.lora != "merged" and not merge_reason(rollout, shape)
 
 
-def merge_reason(config: Config, shape: ModelShape) -> str:
+def merge_reason(rollout: RolloutConfig, shape: ModelShape) -> str:
     """Return why an engine gets merged weights; empty if it can apply an adapter itself."""
-    if not config.rollout.is_served:
+    if not rollout.is_served:
         return "with rollout.engine='embedded'"
-    if config.rollout.quantization is not None:
-        return f"with rollout.quantization={config.rollout.quantization!r}"
+    if rollout.quantization is not None:
+        return f"with rollout.quantization={rollout.quantization!r}"
     if shape.num_experts or shape.kv_lora:
         return f"for {shape.model_type}, whose experts or latents SGLang adapts with kernels that need a GPU"
     if shape.linear_layers:

@@ -48,7 +48,17 @@ def gradient(inputs: LossInputs, a: configs.AlgorithmConfig) -> torch.Tensor:
 def inputs(advantages: torch.Tensor, lead: torch.Tensor) -> LossInputs:
     old, ones = torch.full_like(lead, -1.5), torch.ones_like(lead)
     segments = torch.zeros(len(lead), dtype=torch.int64)
-    return LossInputs(old, old, None, old, advantages, ones, ones, segments, 1, teacher_logprobs=old - lead)
+    return LossInputs(
+        logprobs=old,
+        old_logprobs=old,
+        rollout_logprobs=old,
+        teacher_logprobs=old - lead,
+        advantages=advantages,
+        loss_mask=ones,
+        loss_weights=ones,
+        segments=segments,
+        num_segments=1,
+    )
 
 
 def test_groups_of_equal_rewards_and_samples_without_rewards_are_taught() -> None:

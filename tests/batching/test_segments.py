@@ -114,7 +114,7 @@ def test_sums_over_a_response_cover_all_its_segments():
     samples = [conversation(0, 1, runs=[(2, 2), (3,)], contexts=[4]), conversation(1, 60, runs=[(1, 3, 1)])]
     (batch,) = pack_one(samples)
     zeros = torch.zeros(batch.num_tokens)
-    inputs = LossInputs(zeros, zeros, None, zeros, zeros, batch.loss_mask, zeros, sequences(batch), batch.num_segments)
+    inputs = LossInputs.of_batch(batch, logprobs=zeros, segments=sequences(batch), num_segments=batch.num_segments)
     sums = inputs.sequence_sum(torch.ones(batch.num_tokens))
     means = inputs.sequence_mean(batch.targets.float())
     for start, end, count, mean in ((0, 13, 5, (3 + 4 + 11 + 12 + 13) / 5), (13, 20, 2, (62 + 66) / 2)):

@@ -17,7 +17,7 @@ from grpo_mega.cli.commands.options import EvalOptions, PlanOptions, add_options
 from grpo_mega.config import EvalConfig
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import ConfigError, ResumeError, UserError
-from grpo_mega.run.checkpoints import find_policy
+from grpo_mega.formats.checkpoints import find_policy
 from tests.formats.families import write_manifest
 
 OURS = installed_set().record

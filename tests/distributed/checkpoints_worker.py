@@ -16,13 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
+from grpo_mega.config import ModelConfig, TeacherConfig
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import read_manifest
-from grpo_mega.run import model_files, saving
-from grpo_mega.run.checkpoints import latest
-from grpo_mega.run.model_files import InputDigests
+from grpo_mega.formats.checkpoints import latest, read_manifest
+from grpo_mega.run import inputs, saving
+from grpo_mega.run.inputs import InputDigests
 from grpo_mega.run.saving import Checkpoints
 from tests.helpers.ranks import run_cases
 from tests.helpers.slow_policy import SlowPolicy, manifest
@@ -41,10 +40,7 @@ def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
         atexit.register(shutil.rmtree, saving.MEMORY, ignore_errors=True)
     dist.barrier()
     store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
-    config: Any = SimpleNamespace(
-        run_dir=folder, checkpoint=CheckpointConfig(keep=keep), log=SimpleNamespace(progress=False)
-    )
-    return Checkpoints(config, rank, store, WARNINGS.append)
+    return Checkpoints(folder, keep, rank, store, WARNINGS.append)
 
 
 def is_true_soon(condition: Callable[[], bool]) -> bool:
@@ -211,7 +207,7 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
     """Hash the whole content of every file. Ranks share the pieces, and no file size is a multiple of the piece
     size.
     """
-    model_files.PIECE, model_files._CHUNK = 1000, 300
+    inputs.PIECE, inputs._CHUNK = 1000, 300
     path = folder / "model"
     contents = {
         "config.json": b"{}",

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
+from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.observe.progress import Timers
 from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
-from grpo_mega.run.model_files import build_policy, read_model_files
+from grpo_mega.run.parts import build_policy
 from tests.distributed.layouts_worker import _gradient_differences
 from tests.helpers import late_streams
 from tests.helpers.ranks import run_each
@@ -47,7 +48,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
 
 def compared(name: str, layout: Layout, gradients: Any, device: Device, rank: int, folder: Path) -> None:
     runtime = runtimes.arrange(layout.policy, device)
-    model = read_model_files(layout.policy)
+    model = read_model_files(layout.policy.model)
     policy = build_policy(layout.policy, model, runtime)
     found = {}
     for recipe, config in layout.recipes.items():
@@ -55,7 +56,7 @@ def compared(name: str, layout: Layout, gradients: Any, device: Device, rank: in
         groups = torch.load(folder / "groups.pt", weights_only=False)
         model.read_weights(policy.load_weights, folder / "before")
         if not config.algorithm.has_kl_reward:
-            assign_advantages(config, config.algorithm, groups)
+            assign_advantages(config.rollout, config.rewards, config.algorithm, groups)
         batches = pack(config, groups, policy)
         batches = attach_logprobs(config, groups, batches, policy, runtime, Timers())
         model.read_weights(policy.load_weights, folder / "now")

@@ -23,13 +23,14 @@ from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.cli.commands.check import Case, run_case
 from grpo_mega.distributed.device import Device
+from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.run import model_files
 from grpo_mega.run.batches import attach_routes
+from grpo_mega.run.parts import build_policy
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
@@ -87,8 +88,8 @@ def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, fold
 def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, float]:
     """Return the largest difference of any logit ("logits") and of each tensor's gradient (by name), over all ranks,
     relative to the largest expected value."""
-    model = model_files.read_model_files(case.config)
-    policy = model_files.build_policy(case.config, model, runtime)
+    model = read_model_files(case.config.model)
+    policy = build_policy(case.config, model, runtime)
     samples = as_samples(case.sequences)
     for sample, routes in zip(samples, case.routes, strict=False):
         sample.routes = routes

@@ -17,7 +17,7 @@ from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.run.folder import first_start
 from grpo_mega.run.inputs import read_inputs
-from grpo_mega.run.model_files import build_policy
+from grpo_mega.run.parts import build_policy
 from grpo_mega.run.sft import mean_loss, pack
 from tests.distributed.layouts_worker import _gradient_differences
 from tests.helpers import late_streams

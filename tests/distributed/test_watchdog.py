@@ -38,12 +38,10 @@ def lost_in_thought():
     time.sleep(60)
 
 saving._CHUNK = 1000
-config = SimpleNamespace(run_dir=folder, hang_deadline_s=3.0, deadline_of_phase={"sample": 9.0})
-config.checkpoint, config.log = CheckpointConfig(), SimpleNamespace(progress=False)
-checkpoints = Checkpoints(config, rank, store, print)
+checkpoints = Checkpoints(folder, CheckpointConfig().keep, rank, store, print)
 slow = SlowPolicy(rank, num_parts=8 if behaviour == "well" else 1000, pause_s=0.8 if rank == 2 else 0.0)
 dist.barrier()
-with HangWatch(config, store, rank, 4, timers, lambda: "the last good one is step-7"):
+with HangWatch(folder, 3.0, {"sample": 9.0}, store, rank, 4, timers, lambda: "the last good one is step-7"):
     with timers("sample"):
         time.sleep(5)  # longer than the deadline of other phases
     for _ in range(40):  # also longer than the deadline, but there is progress
@@ -116,13 +114,12 @@ from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.observe.progress import Timers
 
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
-config = SimpleNamespace(run_dir=Path(sys.argv[1]), hang_deadline_s=1.0, deadline_of_phase={})
 
 def last_checkpoint():
     raise OSError("Stale file handle")
 
 timers = Timers()
-with HangWatch(config, store, 0, 1, timers, last_checkpoint), timers("update"):
+with HangWatch(Path(sys.argv[1]), 1.0, {}, store, 0, 1, timers, last_checkpoint), timers("update"):
     time.sleep(600)
 """
 

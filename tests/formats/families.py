@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grpo_mega.formats.detect import FORMAT, Manifest
+from grpo_mega.formats.checkpoints import FORMAT, Manifest
 from grpo_mega.paths import MANIFEST
 from tests.helpers.models import make_model, make_multimodal, make_tokenizer, write_both_generations
 

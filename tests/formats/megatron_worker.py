@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from grpo_mega import config as configs
 from grpo_mega.distributed.device import Device
+from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.state import InProcessSave
-from grpo_mega.run import model_files
+from grpo_mega.run.parts import build_policy
 from tests.helpers.ranks import run_each
 
 # isort: split
@@ -42,8 +43,9 @@ def main(rank: int, world_size: int, folder: Path) -> None:
 def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path) -> None:
     config = _config(case, "megatron")
     runtime = runtimes.arrange(config, device)
-    model = model_files.read_model_files(config)
-    chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
+    model = read_model_files(config.model)
+    parts = config.model, config.layout, config.precision
+    chunks = models.build_chunks(model.shape, model.family, model.hf_config, *parts, runtime)
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
@@ -55,7 +57,7 @@ def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path)
     dist.barrier()
     dist_checkpointing.save(_state(chunks), str(out), sharded_strategy=InProcessSave("torch_dist", 1))
 
-    policy = model_files.build_policy(config, model, runtime)
+    policy = build_policy(config, model, runtime)
     trained = out.with_name(f"{out.name}-trained")
     if runtime.rank == 0:
         trained.mkdir()
@@ -66,9 +68,7 @@ def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path)
     policy.restore(trained)
     loaded = policy.tensors()
     expected_config = _config(case, "hf")
-    expected = model_files.build_policy(
-        expected_config, model_files.read_model_files(expected_config), runtime
-    ).tensors()
+    expected = build_policy(expected_config, read_model_files(expected_config.model), runtime).tensors()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), (case["layout"], name)

@@ -22,7 +22,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.hf_files import INDEX, SINGLE, read_headers, split_into_shards, weight_files
 from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.reader import open_hf_reader
-from grpo_mega.run import model_files
+from grpo_mega.run import export
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -316,7 +316,7 @@ def test_an_interrupted_export_keeps_the_old_folder_for_the_next_export(
             raise OSError("the disk is full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
-        patch.setattr(model_files, "save_file", fail)
+        patch.setattr(export, "save_file", fail)
         export_alone(tensors, source, out, max_shard_bytes=20_000)
     assert [p.name for p in out.iterdir()] == ["old"]
     assert {path.name for path in written} <= {p.name for p in out.with_name("out.partial").iterdir()}

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.errors import ResumeError
+from grpo_mega.formats.checkpoints import find, latest, read_manifest
 from grpo_mega.formats.convert import convert_hf_to_mcore
-from grpo_mega.formats.detect import read_manifest
-from grpo_mega.run.checkpoints import find, latest
 from tests.formats.families import CASES, save, write_manifest
 from tests.helpers.hostile_files import HANG_S, KINDS, deep, digits
 

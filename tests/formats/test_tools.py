@@ -15,8 +15,8 @@ import pytest
 import verify_checkpoint
 
 from grpo_mega import cli
+from grpo_mega.formats.checkpoints import FORMAT
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
-from grpo_mega.formats.detect import FORMAT
 from tests.formats.families import CASES, save, tensors_of, write_manifest
 from tools.benchmarks.gpu.models import MODELS
 

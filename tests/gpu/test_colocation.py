@@ -137,7 +137,8 @@ def test_a_teachers_output_layer_is_copied_once_per_update(device: Device) -> No
 
     teacher.head_VG = SimpleNamespace(to=copy)  # type: ignore[assignment]
     batches = batches_of(policy)
-    attach_teacher_logprobs(policy._config, make_samples(6, VOCAB_SIZE), batches, policy.teachers, policy._runtime)
+    samples = make_samples(6, VOCAB_SIZE)
+    attach_teacher_logprobs(policy._config.teachers, None, policy, samples, batches, policy._runtime)
     [metrics] = policy.update(batches)
     assert len(batches[0]) > 1 and copies == ["head"] and metrics["loss/distill"] != 0
     assert not policy._heads, "the output layer stays on the device"

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.run.model_files import MAX_SHARD_BYTES, ModelFiles, export_policy
+from grpo_mega.formats.adapter import MAX_SHARD_BYTES
+from grpo_mega.formats.model import ModelFiles
+from grpo_mega.run.export import export_policy
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import ShardLayout, hf_rank_shards

@@ -162,7 +162,13 @@ def run_rank(request: dict[str, Any]) -> dict[str, Any]:
         kept = Kept(list(policy.parameters.values()))
         zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
         batch = PackedBatch(
-            ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], [], [], cp_size=cp_size, cp_rank=cp_rank
+            *(ids, ids, ids, cuts, [], [], []),
+            loss_mask=zeros,
+            loss_weights=zeros,
+            advantages=zeros,
+            rollout_logprobs=zeros,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
         )
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
             if request["num_batches"]:  # with 0 the request only builds the model

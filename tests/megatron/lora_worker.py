@@ -22,11 +22,13 @@ from grpo_mega.cli.preflight.model import Model
 from grpo_mega.distributed.device import Device
 from grpo_mega.formats.dcp_read import read_metadata
 from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.formats.model import read_model_files
 from grpo_mega.formats.reader import CheckpointReader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.run import model_files
+from grpo_mega.run.export import gather_on_first
+from grpo_mega.run.parts import build_policy
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region, whole
@@ -96,7 +98,7 @@ def policy_of(config: configs.Config, adapter: Path | None) -> tuple[Policy, run
     if adapter is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": adapter})})
     runtime = runtimes.arrange(config, Device("cpu", torch.device("cpu")))
-    return model_files.build_policy(config, model_files.read_model_files(config), runtime), runtime
+    return build_policy(config, read_model_files(config.model), runtime), runtime
 
 
 def targets_of(text: str) -> str:
@@ -180,9 +182,7 @@ def gathered(policy: Policy) -> dict[str, torch.Tensor]:
     optimizers.wait_for_param_gather(policy.chunks)
     lora, size = policy.lora, policy.lora.shards.world_size
     sources = ShardLayout.of_ranks([lora.shards.rank_shards(rank) for rank in range(size)])
-    return model_files.gather_on_first(
-        sources, lora.parameters, hf_rank_shards(lora.family, policy._shape), torch.float32
-    )
+    return gather_on_first(sources, lora.parameters, hf_rank_shards(lora.family, policy._shape), torch.float32)
 
 
 def check_restore(model: str, saved: str, restored: str, rank: int, folder: Path) -> None:

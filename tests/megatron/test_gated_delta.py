@@ -16,11 +16,12 @@ from megatron.core.ssm import gated_delta_net
 from torch import Tensor
 
 from grpo_mega.distributed.launch import only_rank
+from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.attention import pack_params
 from grpo_mega.megatron.gated_delta import delta_rule
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.run import model_files
+from grpo_mega.run.parts import build_policy
 from tests.distributed.layout_cases import make_config
 from tests.helpers.models import make_model, save_checkpoint
 from tests.megatron.test_guards import IS_NEW, megatron_source
@@ -37,7 +38,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = make_config(folder, "tp=1", f"model.dtype={request.param}")
     with only_rank():
         runtime = runtimes.arrange(config, runtimes.join(config))
-        yield model_files.build_policy(config, model_files.read_model_files(config), runtime)
+        yield build_policy(config, read_model_files(config.model), runtime)
         runtimes.stop()
 
 

@@ -39,7 +39,8 @@ def config(layout, **changes):
     runtime = Runtime(device.Device("cpu", torch.device("cpu")), layout, 0, dist.HashStore())
     raw = {"run_dir": "r", "steps": 1, "model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": "t"}, **changes}
     hf_config = SimpleNamespace(rms_norm_eps=1e-6)
-    return model.transformer_config(shape, family_of("qwen2"), hf_config, configs.validate(raw), runtime)
+    sections = [getattr(configs.validate(raw), name) for name in ("model", "layout", "precision")]
+    return model.transformer_config(shape, family_of("qwen2"), hf_config, *sections, runtime)
 """
 
 

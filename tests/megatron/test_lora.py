@@ -13,10 +13,10 @@ from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import LoraConfig
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.formats import adapter
+from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
-from grpo_mega.run.model_files import read_model_files
 from grpo_mega.weights.boxes import region
 from grpo_mega.weights.derived import adapter_family
 from grpo_mega.weights.families import family_of
@@ -143,7 +143,7 @@ def test_one_rank_equals_peft_in_float64(tmp_path: Path, monkeypatch: pytest.Mon
     config = config_of("base", "tp=1", tmp_path)
     with only_rank():
         runtime = runtimes.arrange(config, runtimes.join(config))
-        files = read_model_files(config)
+        files = read_model_files(config.model)
         policy = Policy(config, files.shape, files.family, files.hf_config, runtime)  # Adam refuses float64
         files.read_weights(partial(policy.load_weights, read_adapter=adapter.read(tmp_path / "adapter")))
         batch = pack_mini_batches([as_samples([tokens.tolist()])], [[1.0]], policy.packing)[0][0]

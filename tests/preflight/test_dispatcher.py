@@ -51,7 +51,7 @@ def test_a_dispatcher_needs_ranks_that_share_experts(kind: str) -> None:
 def test_a_dispatcher_needs_its_card_and_bfloat16(
     kind: str, capability: tuple[int, int] | None, dtype: str, says: str | None
 ) -> None:
-    found = [*dispatcher_problems(config_of(kind, dtype), capability, "a card")]
+    found = [*dispatcher_problems(config_of(kind).layout, dtype, capability, "a card")]
     assert found == ([f"layout.token_dispatcher={kind}: {says}"] if says else [])
 
 

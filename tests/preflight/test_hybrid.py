@@ -49,7 +49,7 @@ def test_servers_refuse_hybrid_models_with_experts_and_adapters_alone() -> None:
         "rollout.engine=sglang conflicts with linear attention with experts of qwen3_5_moe_text; use embedded"
     )
     lora = make_config(Path("unused"), "tp=1", "rollout.engine=sglang", "model.lora={rank: 4}")
-    assert not sends_adapter(lora, shape)
+    assert not sends_adapter(lora.model.lora, lora.sync, lora.rollout, shape)
     [line] = sync_problems(lora.model_copy(update={"sync": lora.sync.model_copy(update={"lora": "adapter"})}), shape)
     assert line.startswith("sync.lora='adapter': must be merged for qwen3_5_text, whose linear attention")
 

@@ -53,8 +53,9 @@ def test_an_engine_that_cannot_apply_adapters_gets_merged_weights(
     shape, asked = shape_of(model), config_of(rollout=rollout, sync={"lora": "adapter"})
     said = [line.partition("; ")[0] for line in sync_problems(asked, shape)]
     assert len(said) == bool(reason) and all(f"sync.lora='adapter': must be merged {reason}" in line for line in said)
-    assert sends_adapter(asked, shape) == sends_adapter(config_of(rollout=rollout), shape) == (not reason)
-    assert not sends_adapter(config_of(rollout=rollout, sync={"lora": "merged"}), shape)
+    for wanted, is_sent in (("adapter", not reason), (None, not reason), ("merged", False)):
+        config = config_of(rollout=rollout, sync={"lora": wanted})
+        assert sends_adapter(config.model.lora, config.sync, config.rollout, shape) == is_sent
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-8b", "llama-70b"])

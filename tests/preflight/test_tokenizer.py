@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from grpo_mega.cli.preflight.tokenizer import bound_problem, check_template, check_tokenizer_files, find_template
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.hf_files import generation_token_ids
-from grpo_mega.run.model_files import read_tokenizer
+from grpo_mega.formats.model import read_tokenizer
 from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
 
 NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]

@@ -19,7 +19,8 @@ from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
 from grpo_mega.algorithm.token_weights import mini_batch_weights, positive_weights
 from grpo_mega.batching.layout import sampled_mask
 from grpo_mega.batching.pack import PackingSpec, split
-from grpo_mega.run.batches import _penalty, drop_zero_variance, is_zero_variance, pack
+from grpo_mega.run import batches
+from grpo_mega.run.batches import _penalty, is_zero_variance, pack
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
 
@@ -40,6 +41,10 @@ def config(**algorithm: Any) -> configs.Config:
             "batch": {"prompts_per_step": 2, "mini_batches": 2, "tokens_per_micro_batch": 64},
         }
     )
+
+
+def drop_zero_variance(config: configs.Config, groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    return batches.drop_zero_variance(config.rollout, config.rewards, config.algorithm, groups)
 
 
 def groups(lengths: list[list[int]]) -> list[Group]:

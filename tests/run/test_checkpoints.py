@@ -13,8 +13,7 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import FORMAT, Manifest, read_manifest
-from grpo_mega.run.checkpoints import check_model, clean, find, latest, publish
+from grpo_mega.formats.checkpoints import FORMAT, Manifest, check_model, clean, find, latest, publish, read_manifest
 from grpo_mega.run.folder import claim
 
 MODEL = {"kind": "a", "size": 4, "tied": True, "window": 0}
@@ -181,12 +180,12 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(number: object, s
 
 
 def test_a_model_is_compared_by_its_sizes(tmp_path: Path) -> None:
-    saved = read_manifest(old(tmp_path, 3, age_s=0)).model
-    check_model(tmp_path, saved, Shape("a", 4, True))
+    saved = read_manifest(old(tmp_path, 3, age_s=0))
+    check_model(tmp_path, saved, Shape("a", 4, True), None)
     with pytest.raises(ResumeError, match=r"of another model \(size=4 instead of 5\); set model.path"):
-        check_model(tmp_path, saved, Shape("a", 5, True))
+        check_model(tmp_path, saved, Shape("a", 5, True), None)
     with pytest.raises(ResumeError, match=r"window=0 instead of 8"):
-        check_model(tmp_path, saved, Shape("a", 4, True, window=8))
+        check_model(tmp_path, saved, Shape("a", 4, True, window=8), None)
 
 
 @pytest.mark.parametrize("model", ["m", "Shape(size=open('x'))", "Shape(4", "3"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega.config import RewardsConfig
+from grpo_mega.formats.model import ModelFiles, decoder
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.run.model_files import decoder
 from grpo_mega.types import Prompt, Sample
 from tests.helpers import runs
 from tools.benchmarks import kills
@@ -90,7 +90,7 @@ def test_special_tags_get_the_same_reward_as_tags_in_plain_text() -> None:
 def model_of(folder: Path, generation: dict[str, Any] | None, **config: Any) -> Any:
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return SimpleNamespace(folder=folder, hf_config=LlamaConfig(**config))
+    return ModelFiles(folder, LlamaConfig(**config), *[Mock()] * 3)
 
 
 def test_special_ids_of_the_model_or_its_generation_config_are_no_text(tmp_path: Path) -> None:

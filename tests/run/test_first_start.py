@@ -15,8 +15,9 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ResumeError
+from grpo_mega.formats.model import read_model_files
+from grpo_mega.run.export import with_end_token
 from grpo_mega.run.folder import first_start
-from grpo_mega.run.model_files import read_model_files, with_end_token
 from tools.benchmarks import kills
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,10 +127,10 @@ def test_only_the_file_of_eos_ids_is_rewritten(inputs: Path, tmp_path: Path, giv
     del fields["rope_theta"]  # transformers 5 does not write it
     path.write_text(json.dumps(fields))
     config = configs.load(inputs, [f"model.path={tmp_path / 'model'}", "run_dir=unused"])
-    ((name, content),) = with_end_token(config, read_model_files(config)).items()
+    ((name, content),) = with_end_token(read_model_files(config.model), config.rollout.stop_token_ids).items()
     found = json.loads(content)
     assert found["eos_token_id"] == ([1, 2, END] if given == [1, 2] else [1, END])
     assert name == ("config.json" if given is None else "generation_config.json")
     assert found["top_k"] == 20 if given else found["rope_theta"] == 10000.0
     (tmp_path / "model" / name).write_bytes(content)
-    assert with_end_token(config, read_model_files(config)) == {}
+    assert with_end_token(read_model_files(config.model), config.rollout.stop_token_ids) == {}

@@ -19,7 +19,7 @@ from grpo_mega import config as configs
 from grpo_mega import paths
 from grpo_mega.cli.preflight import resolve_dtype
 from grpo_mega.errors import ConfigError, EngineError, ResumeError
-from grpo_mega.formats.detect import FORMAT, Manifest
+from grpo_mega.formats.checkpoints import FORMAT, Manifest
 from grpo_mega.paths import CONFIG_FILE
 from grpo_mega.run.folder import adopt, claim, recorded_dtype, trim
 

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_mega import cli
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import read_manifest
-from grpo_mega.run.checkpoints import check_adapter
+from grpo_mega.formats.checkpoints import check_model, read_manifest
+from grpo_mega.weights.spec import ModelShape
 from tests.helpers.runs import losses, metrics, run, stop_after
 from tools.benchmarks import kills
 
@@ -189,11 +189,12 @@ def test_a_resume_or_export_on_another_base_is_refused(
 
 def test_a_resume_with_another_adapter_is_refused(finished: Path) -> None:
     checkpoint = max((finished / "checkpoints").glob("step-*"))
-    saved = read_manifest(checkpoint).adapter
-    check_adapter(checkpoint, saved, LORA)
+    saved = read_manifest(checkpoint)
+    shape = ModelShape(**saved.model)
+    check_model(checkpoint, saved, shape, LORA)
     for other in (None, LORA | {"alpha": 12.0}):
         with pytest.raises(ResumeError, match=r"model\.lora=.*24"):
-            check_adapter(checkpoint, saved, other)
+            check_model(checkpoint, saved, shape, other)
 
 
 def test_a_checkpoint_of_an_adapter_is_no_checkpoint_of_a_model(

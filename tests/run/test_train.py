@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from grpo_mega import config as configs
-from grpo_mega.run.job import changed_settings
+from grpo_mega.run.folder import changed_settings
 from tests.helpers.runs import check_same_weights
 from tools.benchmarks import kills
 

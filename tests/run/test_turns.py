@@ -112,9 +112,11 @@ def make_job(sizes: tuple[int, ...], per_step: int, **rollout: Any) -> Job:
     rollouts = Counted(config, **dict.fromkeys(others, anything))
     sampler = make_sampler(config.data, sizes, per_step, 5, config.rollout)
     draws = SimpleNamespace(draws=functools.partial(drawn, sampler))
-    names = ("runtime", "model", "policy", "colocation", "checkpoints", "inputs", "log", "timers", "stop", "health")
+    names = ("runtime", "model", "policy", "checkpoints", "inputs", "log", "timers", "stop", "health")
     parts = dict.fromkeys(names, anything)
-    return Job(config=config, data=SimpleNamespace(train=prompts), sampler=draws, rollouts=rollouts, **parts)  # type: ignore[arg-type]
+    job = Job(config=config, data=SimpleNamespace(train=prompts), sampler=draws, **parts)  # type: ignore[arg-type]
+    job.rollouts = rollouts
+    return job
 
 
 def step_of(job: Job, step: int) -> list[int]:

@@ -14,7 +14,7 @@ from grpo_mega import cli
 from grpo_mega.cli.commands.eval import make_request
 from grpo_mega.cli.commands.options import EvalOptions
 from grpo_mega.distributed.versions import installed_set
-from grpo_mega.formats.detect import read_manifest
+from grpo_mega.formats.checkpoints import read_manifest
 from tests.helpers.versions import fake_packages
 from tools.benchmarks import kills
 

@@ -27,6 +27,7 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import SyncError
+from grpo_mega.formats.model import ModelFiles, read_model_files
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
@@ -36,11 +37,10 @@ from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
-from grpo_mega.run import model_files
 from grpo_mega.run.batches import pack
 from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.engines import build_adapter_sync, build_sync, served_lora
-from grpo_mega.run.model_files import ModelFiles
+from grpo_mega.run.export import export_policy
+from grpo_mega.run.parts import build_adapter_sync, build_policy, build_sync, served_lora
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards
@@ -160,12 +160,12 @@ def sync_layout(
     version: int,
     carried: dict[int, dict[int, Group]],
 ) -> None:
-    model = model_files.read_model_files(config)
-    policy = model_files.build_policy(config, model, runtime)
+    model = read_model_files(config.model)
+    policy = build_policy(config, model, runtime)
     for _ in range(case.steps):
         take_step(policy, config)
     folder = model.folder.parent
-    model_files.export_policy(policy, model, folder / f"hf{version}")
+    export_policy(policy, model, folder / f"hf{version}")
     for tp, colocation in engines.items():
         engine = colocation.engine
         colocation.policy = policy
@@ -291,7 +291,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
         save_checkpoint(make(seed=3, **(SIZES | case.changes)), folder / "hf0")
     rendezvous = Rendezvous(runtime.store, runtime.rank, WORLD_SIZE)
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
-    model = model_files.read_model_files(config)
+    model = read_model_files(config.model)
     sides = {
         tp: engine_shards(
             model.family, model.shape, EngineLayout(tp, 1, case.engine_ep), WORLD_SIZE, quantise=case.quantise

@@ -210,15 +210,17 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Write the case's outcome to `folder`. All ranks of the layout call this."""
     import torch
 
+    from grpo_mega.formats.model import read_model_files
     from grpo_mega.observe.progress import Pace, Timers
     from grpo_mega.run.batches import assign_advantages, attach_logprobs, gather_responses, pack, update_policy
-    from grpo_mega.run.model_files import build_policy, export_policy, read_model_files
+    from grpo_mega.run.export import export_policy
+    from grpo_mega.run.parts import build_policy
 
-    model = read_model_files(case.config)
+    model = read_model_files(case.config.model)
     policy = build_policy(case.config, model, runtime)
     samples = [sample for group in groups for sample in group.samples]
     if not policy.algorithm.has_kl_reward:
-        assign_advantages(case.config, policy.algorithm, groups)
+        assign_advantages(case.config.rollout, case.config.rewards, policy.algorithm, groups)
     batches = pack(case.config, groups, policy)
     is_shown = runtime.rank == 0 and case.config.log.progress
     batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers(), shows_progress=is_shown)
@@ -229,7 +231,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
         if runtime.max(has_values.to(runtime.device.torch_device)):
             values = gather_responses(values_of, batches, samples, runtime)
             by_sample.update({(s.prompt.id, s.index): part for s, part in zip(samples, values, strict=True)})
-    outcome.updates = update_policy(case.config, policy, batches, Pace(), is_shown)
+    outcome.updates = update_policy(case.config.batch, policy, batches, Pace(), is_shown)
     export_policy(policy, model, outcome.checkpoint)
     if runtime.rank == 0:
         torch.save(outcome, folder / "outcome.pt")

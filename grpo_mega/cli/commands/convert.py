@@ -34,10 +34,10 @@ from grpo_mega import config as configs
 from grpo_mega.cli.commands.eval import describe_policy
 from grpo_mega.cli.commands.options import ConvertOptions, ExportOptions
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, WeightMappingError, raise_all
-from grpo_mega.formats.detect import find_checkpoint, read_manifest
+from grpo_mega.formats.checkpoints import find_policy, read_manifest
+from grpo_mega.formats.detect import find_checkpoint
 from grpo_mega.formats.slices import FROM_TORCH, ITEM_BYTES, TORCH_NAMES, known_dtype
 from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE, check_free, write_atomically
-from grpo_mega.run.checkpoints import find_policy
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
 from grpo_mega.weights.spec import Family, ModelShape, read_config
@@ -266,7 +266,7 @@ def run_export(options: ExportOptions) -> int:
     if options.is_merged and lora is None:
         raise ConfigError(f"--merged: {run_dir} trains all weights, without model.lora; leave it out")
     print(f"grpo-mega: note: {describe_policy('exporting', policy, '')}", file=sys.stderr, flush=True)
-    if policy.export is not None:
+    if policy.note is not None:
         partial = out.with_name(out.name + ".partial")  # `out` appears only when the copy is complete
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(policy.path if lora is None or options.is_merged else run_dir / ADAPTER_DIR, partial)
@@ -284,7 +284,7 @@ def run_export(options: ExportOptions) -> int:
         verify_files(checkpoint, manifest, rank=0, world_size=1)
         if lora is not None:
             from grpo_mega.formats import adapter
-            from grpo_mega.run.model_files import check_base
+            from grpo_mega.run.inputs import check_base
 
             if options.is_merged and config.model.init == "random":
                 raise ConfigError(
@@ -297,9 +297,10 @@ def run_export(options: ExportOptions) -> int:
     if lora is None:
         convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
     if config.algorithm.is_sft and (out / "config.json").exists():
-        from grpo_mega.run.model_files import read_model_files, with_end_token
+        from grpo_mega.formats.model import read_model_files
+        from grpo_mega.run.export import with_end_token
 
-        for name, content in with_end_token(config, read_model_files(config)).items():
+        for name, content in with_end_token(read_model_files(config.model), config.rollout.stop_token_ids).items():
             write_atomically(out / name, content)
     print(f"policy after step {manifest.step} written to {out}")
     return 0

@@ -31,18 +31,17 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.environment import gpu_sign
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
-from grpo_mega.formats.detect import read_manifest
+from grpo_mega.formats.checkpoints import SavedPolicy, check_model, find_policy, read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, RUN_FILE, STATE, read_json
 from grpo_mega.processes import KEEP, own_folder, private_folder
-from grpo_mega.run.checkpoints import SavedPolicy, check_adapter, check_model, find_policy
 from grpo_mega.text import json_line
 
 if TYPE_CHECKING:
+    from grpo_mega.formats.model import ModelFiles
     from grpo_mega.megatron.policy import Policy
     from grpo_mega.megatron.runtime import Runtime
     from grpo_mega.run.evaluation import Evaluated
     from grpo_mega.run.job import Job
-    from grpo_mega.run.model_files import ModelFiles
     from grpo_mega.types import Group, Prompt, Sample
 
 MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH = 4096, 512  # tokens, for a model without a run
@@ -66,7 +65,8 @@ class EvalRequest:
         import torch.distributed as dist
 
         from grpo_mega.megatron.policy import Policy
-        from grpo_mega.run.model_files import build_policy, check_base, load_saved
+        from grpo_mega.run.inputs import check_base
+        from grpo_mega.run.parts import build_policy, load_saved
         from grpo_mega.run.saving import verify_files
 
         chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
@@ -77,8 +77,7 @@ class EvalRequest:
         folder = model.folder
         if self.checkpoint is not None:
             manifest = read_manifest(self.checkpoint)
-            check_model(self.checkpoint, manifest.model, model.shape)
-            check_adapter(self.checkpoint, manifest.adapter, config.model.recorded_lora)
+            check_model(self.checkpoint, manifest, model.shape, config.model.recorded_lora)
             verify_files(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
             if manifest.adapter is not None:
                 check_base(config, manifest, runtime.rank, runtime.layout.world_size)
@@ -160,7 +159,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
             f"--step {options.step} is an option for a run, but {options.target} is none; name its folder"
         )
     saved = find_policy(options.target, options.step) if is_run and options.model is None else None
-    checkpoint = saved.path if saved and saved.export is None else None
+    checkpoint = saved.path if saved and saved.note is None else None
     if options.out is not None and options.out.exists():
         raise ConfigError(f"--out {options.out} exists; name a file that does not")
     if options.out is not None and not options.out.parent.is_dir():
@@ -180,7 +179,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
         longest = raw["data"]["max_prompt_length"] + options.max_response_length
         raw["batch"]["tokens_per_micro_batch"] = max(raw["batch"]["tokens_per_micro_batch"], longest)
     set_names, description = _choose_data(raw, config, options)
-    model = options.model or (saved.path if saved and saved.export else None)
+    model = options.model or (saved.path if saved and saved.note else None)
     if model is not None or checkpoint is not None:
         _read_from(raw["model"], model)
     _hold_weights(raw)

@@ -197,7 +197,7 @@ def _count_tokens(options: InitOptions, known: Sequence[Setting], model: Model) 
 
     Data whose prompts are messages, and templates that refuse a system message, have none.
     """
-    from grpo_mega.run.model_files import read_tokenizer  # it imports torch
+    from grpo_mega.formats.model import read_tokenizer
 
     tokenizer = read_tokenizer(options.model, model.shape.vocab)
     values = {s.key.removeprefix("data."): s.value for s in known if s.key.startswith("data.")}

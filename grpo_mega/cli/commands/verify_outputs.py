@@ -116,10 +116,10 @@ class _Recorded(defaultdict[str, list[Tensor]]):
 def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega import config as configs
     from grpo_mega.batching.pack import pack_mini_batches
+    from grpo_mega.formats.model import read_model_files
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy
-    from grpo_mega.run import model_files
     from grpo_mega.types import Prompt, Sample
 
     config = configs.Config.model_validate(
@@ -141,7 +141,7 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     with only_rank():
         runtime = runtimes.start(config)
         try:
-            model = model_files.read_model_files(config)
+            model = read_model_files(config.model)
             policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
             with open_reader(checkpoint.weights, model.family, model.shape) as reader:
                 load_shards(policy.shards.rank_shards(0), policy.tensors(), reader.read)

@@ -69,7 +69,7 @@ class PlannedJob:
     @property
     def sends_adapter(self) -> bool:
         """Return True if syncs send only the adapter of model.lora."""
-        return sends_adapter(self.config, self.shape)
+        return sends_adapter(self.config.model.lora, self.config.sync, self.config.rollout, self.shape)
 
     @property
     def is_separate(self) -> bool:

@@ -105,7 +105,7 @@ def lora_problems(model: ModelConfig, shape: ModelShape) -> Iterator[str]:
 
 def sync_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield why sync.lora does not fit the engine or the model."""
-    if config.sync.lora == "adapter" and (reason := merge_reason(config, shape)):
+    if config.sync.lora == "adapter" and (reason := merge_reason(config.rollout, shape)):
         yield f"sync.lora='adapter': must be merged {reason}; leave it out"
 
 

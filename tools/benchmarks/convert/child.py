@@ -79,10 +79,10 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     warnings.simplefilter("ignore")
     from transformers import AutoConfig
 
+    from grpo_mega.formats.model import read_model_files
     from grpo_mega.megatron import model as models
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.state import InProcessSave
-    from grpo_mega.run.model_files import read_model_files
     from tools.benchmarks.gpu.rank import config_of
 
     bridges: Any = importlib.import_module("mbridge.models")
@@ -94,11 +94,12 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     runtime = runtimes.start(config)
 
     def act() -> dict[str, Any]:
-        model = read_model_files(config)
+        model = read_model_files(config.model)
         hf_config = AutoConfig.from_pretrained(source)
         base = bridges.Qwen3MoEBridge if model.shape.num_experts else bridges.LLaMABridge
         bridge = _named_as_local(base)(hf_config, parallel_states=states.ParallelStates.get_parallel_state())
-        chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
+        parts = config.model, config.layout, config.precision
+        chunks = models.build_chunks(model.shape, model.family, model.hf_config, *parts, runtime)
         metadata = {
             "dp_cp_group": parallel.get_data_parallel_group(with_context_parallel=True),
             "singleton_local_shards": False,

@@ -22,14 +22,14 @@ from grpo_mega.cli.preflight.model import read_model
 from grpo_mega.cli.report.writer import ReportWriter
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.formats.model import read_tokenizer
 from grpo_mega.megatron.compat import transfer_class
 from grpo_mega.observe.progress import Timers
 from grpo_mega.observe.run_log import Hooks
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.run.engines import ranks_per_node
 from grpo_mega.run.job import Job, open_job
-from grpo_mega.run.model_files import read_tokenizer
+from grpo_mega.run.parts import ranks_per_node
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.weights.plan import plan_transfers

@@ -73,7 +73,7 @@ def update(job: Job, groups: list[Group]) -> dict[str, Any]:
     for group in groups:
         for sample in group.samples:
             sample.reward = reward(job.rollouts.decode(sample.response_ids))
-    assign_advantages(job.config, job.policy.algorithm, groups)
+    assign_advantages(job.config.rollout, job.config.rewards, job.policy.algorithm, groups)
     batches = pack(job.config, groups, job.policy)
     batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers)
     passes = job.policy.update(batches)

@@ -22,10 +22,50 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import FORMAT, Export, Manifest, export_note, export_record, newer_export, read_manifest
-from grpo_mega.paths import CHECKPOINTS, LATEST, MANIFEST, read_name, sync_to_disk
+from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, EXPORT_FILE, LATEST, MANIFEST, read_json, read_name, sync_to_disk
 
+FORMAT = 2  # format number of a run's checkpoints; increase it with every change that readers must handle
 _CLOCK_TICK_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a run's checkpoint, stored in it as JSON together with its format number."""
+
+    step: int  # number of finished steps; also the version of the policy
+    optimizer_step: int
+    fingerprint: str  # fingerprint of the weights, see Policy.fingerprint
+    layout: str
+    model: dict[str, Any]  # model sizes by field of ModelShape
+    seed: int
+    checksums: dict[str, str]  # sha256 by file below STATE
+    draws: int  # number of prompt batches drawn from the data so far
+    inputs: dict[str, str]  # digests of model and data, see run/inputs.py
+    kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
+    kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
+    adapter: dict[str, Any] | None = None  # model.lora; the state is then an adapter of the model in `inputs`
+    written_at: float = 0.0  # seconds since the epoch; set by publish
+    versions: str = "one"  # the writer's set of package versions (distributed/versions.py); old checkpoints name none
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest. Raise ResumeError if the folder is not a checkpoint, or has another format number."""
+    path = checkpoint / MANIFEST
+    try:
+        values = read_json(path)
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a JSON {type(values).__name__}, not an object")
+        number = values.pop("format", None)
+        if number == FORMAT:
+            if not isinstance(values["model"], dict):
+                raise ValueError(f"model={values['model']!r} is not a model's sizes")
+            return Manifest(**values)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ResumeError(f"{path} cannot be read ({error}); resume from another step-N folder") from None
+    raise ResumeError(
+        f"{path}: format={'none' if number is None else repr(number)}: must be {FORMAT}; use the version of grpo_mega"
+        " that wrote this checkpoint, or export the policy with that version and start a new run from it"
+    )
 
 
 @dataclass(frozen=True)
@@ -35,13 +75,36 @@ class SavedPolicy:
     path: Path
     step: int
     versions: str  # the writer's set of package versions, as in Manifest
-    export: Export | None = None  # None: a checkpoint
-    note: str | None = None  # says why RUN_DIR/hf was taken
+    note: str | None = None  # says why RUN_DIR/hf was taken; None: a checkpoint
 
 
-def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
-    """Raise ResumeError unless the saved sizes equal `shape`, a dataclass."""
-    ours = json.loads(json.dumps(asdict(shape)))  # JSON has lists in the place of tuples
+def newer_export(run_dir: Path, last: Manifest | None) -> SavedPolicy | None:
+    """Return RUN_DIR/hf if it has a newer policy than the run's last checkpoint, described by `last`.
+
+    A run writes RUN_DIR/hf when it finishes. It is newer if checkpoint.interval is 0, or if the run has gone back to an
+    older checkpoint since. Raise ResumeError if its step cannot be read.
+    """
+    folder = run_dir / EXPORT_DIR
+    path = folder / EXPORT_FILE
+    if not path.is_file():
+        return None
+    try:
+        values = read_json(path)
+        versions = values.get("versions", "one")
+        step, written_at = int(values["step"]), float(values["written_at"])
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ResumeError(
+            f"{path} cannot be read ({error!r}); remove {folder}, and write the policy again with --resume"
+        ) from None
+    if last is not None and (step == last.step or written_at <= last.written_at):
+        return None
+    reason = "has no checkpoints" if last is None else f"has an older checkpoint, of step {last.step}"
+    return SavedPolicy(folder, step, versions, f"{run_dir} {reason}: taking {folder}, the policy after step {step}")
+
+
+def check_model(checkpoint: Path, manifest: Manifest, shape: Any, lora: dict[str, Any] | None) -> None:
+    """Raise ResumeError unless the saved sizes equal `shape`, a dataclass, and model.lora equals `lora`."""
+    saved, ours = manifest.model, json.loads(json.dumps(asdict(shape)))  # JSON has lists in the place of tuples
     different = [
         f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value
     ]
@@ -49,12 +112,10 @@ def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
         raise ResumeError(
             f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that model"
         )
-
-
-def check_adapter(checkpoint: Path, saved: dict[str, Any] | None, lora: dict[str, Any] | None) -> None:
-    """Raise ResumeError unless the saved values of model.lora equal `lora`."""
-    if saved != lora:
-        raise ResumeError(f"checkpoint {checkpoint} has model.lora={saved} instead of {lora}; set that value")
+    if manifest.adapter != lora:
+        raise ResumeError(
+            f"checkpoint {checkpoint} has model.lora={manifest.adapter} instead of {lora}; set that value"
+        )
 
 
 def latest(folder: Path) -> Path | None:
@@ -118,10 +179,10 @@ def find_policy(run_dir: Path, step: int | None) -> SavedPolicy:
     manifest = None if last is None else read_manifest(last)
     export = None if has_checkpoint else newer_export(run_dir, manifest)
     if export is not None and step in (None, export.step):
-        return SavedPolicy(export.folder, export.step, export.versions, export, export_note(export, manifest))
+        return export
     if export is not None and manifest is None:
         raise ResumeError(
-            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {export.folder}, the policy after"
+            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {export.path}, the policy after"
             f" step {export.step}"
         )
     checkpoint = find(folder, step)
@@ -129,10 +190,11 @@ def find_policy(run_dir: Path, step: int | None) -> SavedPolicy:
     return SavedPolicy(checkpoint, manifest.step, manifest.versions)
 
 
-def next_export_record(folder: Path, step: int, versions: str) -> dict[str, bytes | Path]:
-    """Return the record of RUN_DIR/hf after `step`. It counts as newer than all checkpoints in the folder."""
+def export_record(folder: Path, step: int, versions: str) -> dict[str, bytes | Path]:
+    """Return the file that records RUN_DIR/hf after `step`, by its name. It counts as newer than all checkpoints."""
     newest = max((when for when, _, _ in _written(folder)), default=0.0)
-    return export_record(step, max(time.time(), newest + _CLOCK_TICK_S), versions)
+    values = {"step": step, "written_at": max(time.time(), newest + _CLOCK_TICK_S), "versions": versions}
+    return {EXPORT_FILE: json.dumps(values).encode() + b"\n"}
 
 
 def step_name(step: int) -> str:

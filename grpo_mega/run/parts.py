@@ -1,10 +1,11 @@
-"""Build the engine of the config, and the weight sync that fills it."""
+"""Build the parts of a job from its config: the policy, the engine, and the weight sync that fills the engine."""
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +15,27 @@ from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.environment import ALLOCATOR, cuda_compiler
 from grpo_mega.distributed.launch import num_cores
+from grpo_mega.distributed.libraries import describe
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import raise_all
+from grpo_mega.formats import adapter
+from grpo_mega.formats.checkpoints import latest, read_manifest
+from grpo_mega.formats.dcp_read import is_distributed_checkpoint
+from grpo_mega.formats.megatron_weights import MegatronWeights
+from grpo_mega.formats.model import ModelFiles, read_model_files
+from grpo_mega.formats.reader import CheckpointReader, random_reader
+from grpo_mega.megatron.loaded_kernels import attention_notes, in_use
 from grpo_mega.megatron.model import shards_of, uses_transformer_engine
+from grpo_mega.megatron.offload import Teacher
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.progress import GIB, FreeMemory
-from grpo_mega.paths import ENGINES
+from grpo_mega.observe.progress import GIB, FreeMemory, phase
+from grpo_mega.observe.run_log import Hooks, RunLog, open_run_log
+from grpo_mega.paths import CHECKPOINTS, ENGINES
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.engine import Engine, NoEngine
+from grpo_mega.rollout.engine import Engine, NoEngine, Sampling
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.conversations import Conversations
@@ -31,11 +44,48 @@ from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, ServedL
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.requirements import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.sglang.server import EngineSettings
+from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.colocation import GpuMemory, WeightSync
-from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
+from grpo_mega.run.folder import adopt, changed_settings, trim
+from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.derived import adapter_family, module_names, sends_adapter, whole_layers
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
+
+
+def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
+    """Build the policy and its teachers. The policy gets the checkpoint's weights, or random weights from the seed."""
+    policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+    load = partial(policy.load, read_adapter=adapter.read(config.model.adapter) if config.model.adapter else None)
+    _read_start(config, model, load)
+    for name, settings in config.teachers.items():
+        if settings.url is None:
+            theirs = read_model_files(config.model.model_copy(update={"path": settings.path}))
+            with phase(f"loading the teacher {name}", runtime.rank == 0 and config.log.progress):
+                teacher = Teacher(config, theirs.shape, theirs.family, theirs.hf_config, runtime, model.shape.vocab)
+                theirs.read_weights(teacher.load)
+            policy.teachers[name] = teacher
+        else:
+            with runtime.raise_on_all_ranks():
+                check_server(name, settings.url)
+    return policy
+
+
+def _read_start(config: Config, model: ModelFiles, load: Callable[[Callable[[Box], torch.Tensor]], None]) -> None:
+    """Load the weights that a run starts from: the model's, or random ones from the seed."""
+    if config.model.init == "random":
+        load(random_reader(model.family.hf_tensors(model.shape), config.seed, model.hf_config.initializer_range))
+    else:
+        model.read_weights(load)
+
+
+def load_saved(config: Config, policy: Policy, model: ModelFiles, folder: Path) -> None:
+    """Fill the weights from `folder`, a model or a checkpoint's state. With model.lora such a state is an adapter."""
+    if not policy.lora.parameters or not is_distributed_checkpoint(folder) or folder == model.folder:
+        model.read_weights(policy.load_weights, folder)
+        return
+    with CheckpointReader(MegatronWeights(folder, policy.lora.family, model.shape)) as saved:
+        _read_start(config, model, partial(policy.load_weights, read_adapter=saved.read))
 
 
 def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> Engine:
@@ -83,22 +133,46 @@ def build_adapter_sync(
 ) -> WeightSync | None:
     """Return the sync that sends only the adapter; None if syncs send merged weights."""
     lora, shape, size = config.model.lora, model.shape, runtime.num_ranks - runtime.first_engine_rank
-    if lora is None or not sends_adapter(config, shape):
+    if lora is None or not sends_adapter(lora, config.sync, config.rollout, shape):
         return None
     family = adapter_family(model.family, shape, lora.rank, lora.targets)
-    trainer, leaders = shards_of(family, shape, config, runtime), hf_shards(family, shape, size, tp=config.rollout.tp)
+    trainer, leaders = (
+        shards_of(family, shape, config.model, runtime),
+        hf_shards(family, shape, size, tp=config.rollout.tp),
+    )
     return build_sync(config, DTYPES[config.engine_dtype], trainer, leaders, runtime, rendezvous)
 
 
-def open_agents(config: Config) -> AgentWorkers | AbstractContextManager[None]:
+def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Sampling:
+    """Return the sampling parameters of training."""
+    return Sampling(
+        group_size=config.algorithm.group_size,
+        temperature=config.rollout.temperature,
+        max_response_length=config.rollout.max_response_length,
+        stop_token_ids=model.stop_ids(tokenizer, config.rollout.stop_token_ids),
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        seed=config.seed,
+        vocab_size=model.shape.vocab,
+        with_routes=bool(config.rollout.routing_replay),
+        longest_first=config.rollout.longest_first,
+    )
+
+
+def open_agents(rollout: RolloutConfig, code_dir: Path | None) -> AgentWorkers | AbstractContextManager[None]:
     """Start the workers that run agents and tools, as a context manager. Return an empty one without agents."""
-    if not config.rollout.has_agents:
+    if not rollout.has_agents:
         return nullcontext()
-    return AgentWorkers(config.rollout, config.code_dir, schemas=tool_schemas(config.rollout, config.code_dir))
+    return AgentWorkers(rollout, code_dir, schemas=tool_schemas(rollout, code_dir))
 
 
 def open_conversations(
-    config: Config, tokenizer: Any, model: ModelFiles, workers: AgentWorkers | None, warn: Callable[[str], None]
+    config: Config,
+    tokenizer: Any,
+    decode: Callable[[Sequence[int]], str],
+    sampling: Sampling,
+    workers: AgentWorkers | None,
+    warn: Callable[[str], None],
 ) -> Conversations | None:
     """Open the endpoint at which agents talk to this rank's engine. Return None without workers. Raise ConfigError."""
     if workers is None:
@@ -108,8 +182,8 @@ def open_conversations(
     most = cp * (config.batch.tokens_per_micro_batch - (2 * rollout.max_turns if cp > 1 else 0))
     return Conversations(
         tokenizer,
-        decoder(tokenizer, model),
-        training_sampling(config, model, tokenizer),
+        decode,
+        sampling,
         workers,
         max_turns=rollout.max_turns,
         max_context=config.data.max_prompt_length + rollout.max_response_length,
@@ -119,12 +193,12 @@ def open_conversations(
     )
 
 
-def drives_engine(config: Config) -> bool:
+def drives_engine(num_engine_ranks: int, tp: int) -> bool:
     """Return True on the first rank of each engine. The environment has the rank, so no process group is needed."""
-    rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
+    rank = int(os.environ.get("RANK", "0"))
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
-    return rank >= 0 and rank % config.rollout.tp == 0
+    return rank >= 0 and rank % tp == 0
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
@@ -161,6 +235,25 @@ def measure_free_memory(
         uses_te = uses_transformer_engine(runtime)
         free.planned = plan_free(config, model.shape, fields, runtime.num_ranks, ranks_per_node(), total, uses_te)
     return free
+
+
+def open_log(config: Config, runtime: Runtime, notes: Sequence[str], hooks: Hooks) -> RunLog:
+    """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
+
+    Log the set of package versions, the kernels in use, the loaded libraries and the variables that change numbers, the
+    settings that differ from the defaults, notes on the data, and the settings that a resume changed.
+    """
+    changes: list[str] = []
+    if runtime.rank == 0:
+        checkpoint = latest(config.run_dir / CHECKPOINTS)
+        trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
+        changes = adopt(config)
+    log = open_run_log(config, runtime.rank, hooks)
+    log.message(f"versions: set {installed_set().record}")
+    kernels = (in_use(runtime.device).line(), *attention_notes)
+    for message in (*kernels, describe(), changed_settings(config), *notes, *changes):
+        log.message(message)
+    return log
 
 
 def ranks_per_node() -> int:
@@ -218,7 +311,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
 def served_lora(config: Config, model: ModelFiles) -> ServedLora | None:
     """Return the adapter that a server loads in addition to its base; None if syncs send merged weights."""
     lora, family, shape = config.model.lora, model.family, model.shape
-    if lora is None or not sends_adapter(config, shape):
+    if lora is None or not sends_adapter(lora, config.sync, config.rollout, shape):
         return None
     served = adapter_family(family, shape, lora.rank, whole_layers(family, shape, lora.targets))
     return ServedLora(lora.rank, lora.alpha, tuple(module_names(served)), served.hf_tensors(shape))
