@@ -63,7 +63,6 @@ from grpo_mega.weights.apply import execute
 from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.boxes import Box, RankShards, whole
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import difference, resolve_config
 from grpo_mega.weights.layout import ShardLayout, hf_rank_shards
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, read_config
@@ -112,13 +111,8 @@ def read_model_files(config: Config, teacher: Path | None = None) -> ModelFiles:
         raise ConfigError(
             f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
-    fields = resolve_config(hf_config.to_dict())
+    shape = shape_of(hf_config.to_dict())
     hf_config = hf_config.get_text_config()  # only the language model of a multimodal model trains
-    if problem := difference(hf_config.model_type, resolve_config(read_config(folder)), fields):
-        raise ConfigError(
-            f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file"
-        )
-    shape = shape_of(fields)
     return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.resolved_dtype])
 
 

@@ -19,8 +19,8 @@ from typing import cast
 from grpo_mega.config import Config
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
-from grpo_mega.weights.families import Stacked
 from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard
+from grpo_mega.weights.tables import Stacked
 
 _IN_PROJ = "self_attention.in_proj.weight"
 

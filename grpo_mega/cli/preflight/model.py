@@ -19,7 +19,7 @@ from grpo_mega.formats.hf_files import adapter_problem, weight_files
 from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, MAX_JSON_BYTES, hub_hint, parse_json, read_file
-from grpo_mega.weights.architecture import WITH_ROUTER_BIAS, experts_per_token, rope_settings, shape_of
+from grpo_mega.weights.architecture import experts_per_token, rope_settings, shape_of
 from grpo_mega.weights.derived import adapter_family, merge_reason
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve_config
@@ -127,7 +127,7 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             yield (
                 f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
             )
-        elif name == "bias_update_rate" and shape.model_type not in WITH_ROUTER_BIAS:
+        elif name == "bias_update_rate" and not family_of(shape.model_type).has_router_bias:
             yield (
                 f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
             )
