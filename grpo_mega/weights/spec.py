@@ -246,11 +246,11 @@ class Family:
     stacks_experts: bool = False
     has_heads: bool = True  # False for the table of an adapter, which has neither embedding nor output layer
     fields: str = ""  # transformers declares them for this family only: name:type=default
-    aliases: Mapping[str, str] = field(default_factory=dict)  # if a file has both names, transformers uses the alias
+    aliases: Mapping[str, str] = field(default_factory=dict, hash=False)  # an alias goes before its field
     # The fields with the number of experts, the rows of an expert, and the rows of the shared expert. Every config.json
     # of the family has them, although transformers has a default for them.
     moe_fields: tuple[str, ...] = ()
-    required: Mapping[str, Any] = field(default_factory=dict)  # values without which Megatron would differ
+    required: Mapping[str, Any] = field(default_factory=dict, hash=False)  # values without which Megatron would differ
     rope_theta: float = 1e4  # default
     rotary_share: float | None = None  # default of the rotated part of a head; None: all
     heads_divide_hidden: bool = False  # True if transformers refuses another hidden_size
@@ -261,7 +261,7 @@ class Family:
     rotary: str = "llama.modeling_llama:LlamaRotaryEmbedding"  # in transformers.models
     ignores_mscale: bool = False  # transformers 5.12 leaves mscale_all_dim out of attention's scale
     served_by: str | None = None  # class in sglang.srt.models; None: served_models has one, or none serves it
-    served_fields: Mapping[str, Any] = field(default_factory=dict)  # SGLang reads them; transformers drops them
+    served_fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # transformers drops them from configs
 
     @property
     def declared(self) -> Mapping[str, Field]:
