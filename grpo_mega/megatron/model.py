@@ -52,7 +52,7 @@ from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.layout import ShardLayout, megatron_shards
-from grpo_mega.weights.spec import Family, ModelShape, Span, padded_vocab
+from grpo_mega.weights.spec import Family, ModelShape, Span, round_up
 
 _BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
 
@@ -260,7 +260,7 @@ def _build(
     model = GPTModel(
         config,
         spec,
-        vocab_size=padded_vocab(shape.vocab, layout.tp),
+        vocab_size=round_up(shape.vocab, layout.tp),
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=shape.tied,

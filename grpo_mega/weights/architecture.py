@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_mega.errors import ConfigError, WeightMappingError, raise_all
-from grpo_mega.weights.families import family_of, find_family
+from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import attention_windows, resolve_config
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import ModelShape
 
-STATIC_ROPE = {"default", "linear", "llama3"}  # angles depend only on the position
-LATENT_ROPE = {"default", "yarn"}  # for multi-latent attention
+_STATIC_ROPE = "default", "linear", "llama3"  # angles depend only on the position
+_LATENT_ROPE = "default", "yarn"  # for multi-latent attention
 _LINEAR_FIELDS = {
     "linear_k_heads": "linear_num_key_heads",
     "linear_v_heads": "linear_num_value_heads",
@@ -34,8 +34,7 @@ _REQUIRED = {
 def shape_of(fields: dict[str, Any]) -> ModelShape:
     """Return the shape from a config.json's fields. Raise ConfigError or WeightMappingError if it cannot be trained."""
     fields = resolve_config(fields)
-    shape = ModelShape.from_hf_config(fields)
-    family_of(shape.model_type)
+    shape = read_shape(fields)
     raise_all(architecture_problems(fields))
     return shape
 
@@ -43,68 +42,51 @@ def shape_of(fields: dict[str, Any]) -> ModelShape:
 def read_shape(config: dict[str, Any]) -> ModelShape:
     """Read the contents of a config.json. Raise WeightMappingError with the name of a missing or wrong field."""
     config = resolve_config(config)
-
-    def field(name: str, default: int | None = None) -> int:
-        value = config.get(name) or default
-        if value is None:
-            raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
-        if not isinstance(value, int) or value < 1:
-            raise WeightMappingError(f"config.json has {name}={value!r}; it must be a positive whole number")
-        return value
-
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise WeightMappingError(
-            f"config.json has model_type {model_type!r}; is it the config of a causal language model?"
-        )
-    family = find_family(model_type)
-    heads = field("num_attention_heads")
-    kv_heads = field("num_key_value_heads", heads)
+    family = family_of(config["model_type"])
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if heads % kv_heads:
         raise WeightMappingError(
             f"config.json has num_key_value_heads={kv_heads}; it must divide num_attention_heads={heads}"
         )
     more: dict[str, Any] = {"windows": attention_windows(config)}
     if family.moe_fields:
-        experts, rows, *_ = family.moe_fields
-        more |= {"num_experts": field(experts), "moe_ffn": field(rows)}
+        experts, rows, *shared = family.moe_fields
+        more |= {"num_experts": config[experts], "moe_ffn": config[rows]}
+        more["shared_ffn"] = sum(config[name] for name in shared)
         _check_every_layer_has_experts(config)
-    head_dim = field("head_dim", field("hidden_size") // heads)
+    head_dim = config["head_dim"]
     if "use_qk_norm" in family.declared and config["use_qk_norm"]:
         more["qk_norm"] = head_dim
     if family.attention == "latent":
-        q_lora = 0 if config.get("q_lora_rank") is None else field("q_lora_rank")
-        more |= {"kv_lora": field("kv_lora_rank"), "q_lora": q_lora}
-        more |= {"rope_dim": field("qk_rope_head_dim"), "v_dim": field("v_head_dim")}
-        head_dim, kv_heads = field("qk_nope_head_dim") + more["rope_dim"], heads
+        more |= {"kv_lora": config["kv_lora_rank"], "q_lora": config["q_lora_rank"] or 0}
+        more |= {"rope_dim": config["qk_rope_head_dim"], "v_dim": config["v_head_dim"]}
+        head_dim, kv_heads = config["qk_nope_head_dim"] + more["rope_dim"], heads
     if family.attention == "hybrid":
-        more |= _linear_attention(config, family) | {name: field(key) for name, key in _LINEAR_FIELDS.items()}
+        more |= {"linear_layers": _linear_layers(config)} | {name: config[key] for name, key in _LINEAR_FIELDS.items()}
     if "n_shared_experts" in family.declared:
-        more["num_dense"] = config.get("first_k_dense_replace") or 0
-        more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")
-        if not 0 <= more["num_dense"] < field("num_hidden_layers"):
+        more["num_dense"] = config["first_k_dense_replace"] or 0
+        more["shared_ffn"] = more["moe_ffn"] * config["n_shared_experts"]
+        if more["num_dense"] >= config["num_hidden_layers"]:
             raise WeightMappingError(
                 f"config.json has first_k_dense_replace={more['num_dense']}; it must leave experts in one of the "
-                f"num_hidden_layers={field('num_hidden_layers')} at least"
+                f"num_hidden_layers={config['num_hidden_layers']} at least"
             )
     return ModelShape(
-        model_type=model_type,
-        num_layers=field("num_hidden_layers"),
-        hidden=field("hidden_size"),
-        ffn=field("intermediate_size", more.get("moe_ffn")),
+        model_type=config["model_type"],
+        num_layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        ffn=config.get("intermediate_size") or more["moe_ffn"],
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=field("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        vocab=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
         **more,
     )
 
 
-def _linear_attention(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the layers with linear attention, and the rows of a shared expert. Raise WeightMappingError if layers or
-    heads are not supported.
-    """
+def _linear_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the layers with linear attention. Raise WeightMappingError if layers or heads are not supported."""
     types = config["layer_types"]
     layers = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
     if len(layers) in (0, len(types)):
@@ -117,8 +99,7 @@ def _linear_attention(config: dict[str, Any], family: Family) -> dict[str, Any]:
         raise WeightMappingError(
             f"config.json has linear_num_key_heads={k_heads}; it must divide linear_num_value_heads={v_heads}"
         )
-    shared_ffn = config[family.moe_fields[2]] if family.moe_fields else 0
-    return {"linear_layers": layers, "shared_ffn": shared_ffn}
+    return layers
 
 
 def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
@@ -135,8 +116,8 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
 
     `fields` are resolved (weights/hf_config.py).
     """
-    model_type = fields.get("model_type")
-    family = find_family(model_type)
+    model_type = fields["model_type"]
+    family = family_of(model_type)
     is_latent = family.attention == "latent"
     if quantization := fields.get("quantization_config"):
         given = quantization if isinstance(quantization, dict) else {}
@@ -144,48 +125,44 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
         if method == "fp8" and given.get("weight_block_size"):
             remedy = "write plain ones by `grpo-mega convert HF_DIR OUT`, and set model.path=OUT"
         yield f"config.json has quantization_config (quant_method={method!r}): weights that train are plain; {remedy}"
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    heads = fields["num_attention_heads"]
     width = "qk_rope_head_dim" if is_latent else "head_dim"
-    head_dim = fields.get(width) or (hidden // heads if heads and hidden else 0)
-    if isinstance(head_dim, int) and head_dim % 2:
+    if fields[width] % 2:
         yield (
-            f"config.json has {width}={head_dim}: must be even, since rotary embeddings pair its halves; name another"
-            " model"
+            f"config.json has {width}={fields[width]}: must be even, since rotary embeddings pair its halves; name"
+            " another model"
         )
     if family.moe_fields:
         experts_per_token(fields)
-    if is_latent and fields.get("num_key_value_heads", heads) not in (heads, None):
+    if is_latent and fields["num_key_value_heads"] != heads:
         yield (
             f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be"
             f" num_attention_heads={heads}"
         )
     if family.has_router_bias:
         yield from _group_problems(fields)
-    rope = rope_settings(fields)
     for name, supported in {**_REQUIRED, **family.required}.items():
-        value = fields.get(name, rope.get(name, supported))
+        value = fields.get(name, supported)
         if value != supported and not (name == "sliding_window" and name in family.declared):
             yield (
                 f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another"
                 " model"
             )
-    static = LATENT_ROPE if is_latent else STATIC_ROPE
-    if rope["rope_type"] not in static:
-        supported = ", ".join(sorted(static))
-        yield f"config.json has rope_type {rope['rope_type']!r}, which is not supported; supported are {supported}"
+    rope, known = fields["rope_parameters"]["rope_type"], _LATENT_ROPE if is_latent else _STATIC_ROPE
+    if rope not in known:
+        yield f"config.json has rope_type {rope!r}, which is not supported; supported are {', '.join(known)}"
 
 
 def experts_per_token(fields: dict[str, Any]) -> int:
     """Return the number of experts per token in a layer. Raise ConfigError."""
-    model_type = str(fields.get("model_type"))
-    num_experts = fields[find_family(model_type).moe_fields[0]]
-    value = fields.get("num_experts_per_tok")
-    if not isinstance(value, int) or not 1 <= value <= num_experts:
+    num_experts, value = fields[family_of(fields["model_type"]).moe_fields[0]], fields["num_experts_per_tok"]
+    if value is None or value > num_experts:
         raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
     if value == 1 and fields.get("norm_topk_prob", True):
         raise ConfigError(
-            f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to"
-            " 1: with a single one no gradient reaches the router, and Megatron refuses that; name another model"
+            f"config.json has num_experts_per_tok=1 for {fields['model_type']}, where the weights of a token's"
+            " experts add up to 1: with a single one no gradient reaches the router, and Megatron refuses that; name"
+            " another model"
         )
     return value
 
@@ -193,7 +170,7 @@ def experts_per_token(fields: dict[str, Any]) -> int:
 def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
     """Yield the reasons why Megatron cannot choose a token's experts from the best groups like DeepSeek-V3."""
     groups, chosen = fields.get("n_group") or 1, fields.get("topk_group") or 1
-    num_experts, per_token = fields.get("n_routed_experts") or 0, experts_per_token(fields)
+    num_experts, per_token = fields["n_routed_experts"], experts_per_token(fields)
     if chosen >= groups:
         return
     if num_experts % groups or per_token > chosen * (num_experts // groups):
@@ -206,12 +183,6 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
             f"config.json has num_experts_per_tok={per_token}, topk_group={chosen}: Megatron scores a group by its best"
             f" {per_token // chosen} experts, DeepSeek-V3 by its best 2; name another model"
         )
-
-
-def rope_settings(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of rotary embeddings, at least rope_type."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    return {"rope_type": rope.get("type", "default"), **rope}
 
 
 def tokens_per_pair(shape: ModelShape, experts_per_token: int = 0) -> float:

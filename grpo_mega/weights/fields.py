@@ -15,8 +15,8 @@ from typing import Any
 
 from grpo_mega.errors import WeightMappingError
 
-# Fields of every model type: of language models, and of all models.
-_OF_ALL = """
+# Fields of every family here.
+OF_FAMILIES = """
     hidden_act:str="silu" initializer_range:float=0.02 pad_token_id:int?=null tie_word_embeddings:bool=false
     use_cache:bool=true
 """
@@ -56,7 +56,9 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _parse(text: str) -> Mapping[str, Field]:
+@cache
+def parse_fields(text: str) -> Mapping[str, Field]:
+    """Return the fields of a table."""
     fields = {}
     for item in text.split():
         declared, _, default = item.partition("=")
@@ -65,13 +67,8 @@ def _parse(text: str) -> Mapping[str, Field]:
     return fields
 
 
-@cache
-def declared_fields(own: str) -> Mapping[str, Field]:
-    """Return the fields of a language model with these in its table; none if the table is empty."""
-    return _parse(_OF_ALL + own) if own else {}
-
-
-SHARED_FIELDS = _parse(
+# Fields of every model type.
+SHARED_FIELDS = parse_fields(
     "transformers_version:str?=null architectures:texts?=null chunk_size_feed_forward:int=0"
     " is_encoder_decoder:bool=false output_hidden_states:bool?=false return_dict:bool?=true"
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.families import MULTIMODAL, find_family
+from grpo_mega.weights.families import MULTIMODAL, family_of
 from grpo_mega.weights.fields import SHARED_FIELDS, is_int, is_number, shown, wrong
 from grpo_mega.weights.spec import Family
 
@@ -28,7 +28,6 @@ _SIZES = """
     max_position_embeddings kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     """.split()  # noqa: SIM905  # a list of texts is three times as long
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_NEEDS = {
@@ -39,14 +38,11 @@ _ROPE_NEEDS = {
 
 
 def resolve_config(raw: Mapping[str, Any]) -> Fields:
-    """Return all fields of a config.json's contents. Raise WeightMappingError for an impossible value.
+    """Return all fields of a config.json's contents, resolved or not.
 
-    A model type without a table of fields is returned as it is. `resolve` of the result returns the same fields.
+    Raise WeightMappingError for an unknown model type or an impossible value.
     """
-    model_type = raw.get("model_type")
-    family = find_family(model_type)
-    if not family.fields:
-        return dict(raw)
+    family = family_of(raw.get("model_type"))
     raw = _language_model(raw)
     fields, aliases, declared = dict(raw), family.aliases, family.declared
     other_names = {name: alias for alias, name in aliases.items() if alias in raw}
@@ -78,7 +74,7 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields["head_dim"] = fields["hidden_size"] // heads
     if "use_sliding_window" in declared and not fields["use_sliding_window"]:
         fields["sliding_window"] = None
-    if "mlp_only_layers" in declared and fields["mlp_only_layers"] is None:
+    if fields.get("mlp_only_layers", ()) is None:
         fields["mlp_only_layers"] = []
     if family.finish is not None:
         family.finish(fields)
@@ -108,7 +104,7 @@ def attention_windows(fields: Fields) -> tuple[int, ...]:
 
     () if no layer has a window. `fields` are resolved, by us or by transformers.
     """
-    names, window = find_family(fields.get("model_type")).declared, fields.get("sliding_window")
+    names, window = family_of(fields["model_type"]).declared, fields.get("sliding_window")
     if "sliding_window" not in names or window is None:
         return ()
     layers = range(fields["num_hidden_layers"])
@@ -150,7 +146,7 @@ def _check_numbers(fields: Fields, family: Family) -> None:
             raise wrong(name, value, f"above 0 and at most {most:g}")
     if not 0 <= fields["initializer_range"] <= 1:
         raise wrong("initializer_range", fields["initializer_range"], "from 0 to 1")
-    for name in _TOKENS:
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = fields[name] if isinstance(fields[name], list) else [fields[name]]
         is_default = fields[name] == family.declared[name].default
         may_be = {None, -1} if name == "pad_token_id" else {None}

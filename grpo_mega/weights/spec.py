@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.fields import Field, declared_fields
+from grpo_mega.weights.fields import OF_FAMILIES, Field, parse_fields
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -266,7 +266,7 @@ class Family:
     @property
     def declared(self) -> Mapping[str, Field]:
         """Return all fields of config.json that transformers declares."""
-        return declared_fields(self.fields)
+        return parse_fields(OF_FAMILIES + self.fields)
 
     def heads(self, shape: ModelShape) -> tuple[Row, ...]:
         """Return the rows of the embedding and the output layer that a checkpoint stores."""
@@ -328,11 +328,6 @@ class Family:
                 for e in range(shape.num_experts) if row.kind == "expert" else ONCE:
                     tensors |= {n.format(i=i, e=e): s for n, s in zip(row.hf, shapes, strict=True)}
         return tensors
-
-
-def padded_vocab(vocab: int, tp_size: int) -> int:
-    """Return the vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return round_up(vocab, tp_size)
 
 
 def num_blocks(shape: Index) -> Index:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
-from grpo_mega.weights.spec import ModelShape, Op, Row, Rows, Shard, Span, padded_vocab, round_up
+from grpo_mega.weights.spec import ModelShape, Op, Row, Rows, Shard, Span, round_up
 
 _ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this many rows
 HF = "model.layers.{i}."
@@ -58,7 +58,7 @@ class Vocab:
         return ((shape.vocab, shape.hidden),)
 
     def megatron(self, shard: Shard) -> LocalTensor:
-        return self._run(shard, padded_vocab(shard.shape.vocab, shard.tp_size))
+        return self._run(shard, round_up(shard.shape.vocab, shard.tp_size))
 
     def engine(self, shard: Shard) -> LocalTensor:
         padded = round_up(shard.shape.vocab, _ENGINE_VOCAB_MULTIPLE)
@@ -174,8 +174,10 @@ def gate_up(rows: str) -> Stacked:
     return Stacked(((0, rows), (1, rows)), ("hidden",))
 
 
-EMBEDDING = Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocab(), "first")
-OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last")
+HEADS = (
+    Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocab(), "first"),
+    Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last"),
+)
 FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last")
 
 

@@ -19,7 +19,7 @@ from grpo_mega.formats.hf_files import adapter_problem, weight_files
 from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, MAX_JSON_BYTES, hub_hint, parse_json, read_file
-from grpo_mega.weights.architecture import experts_per_token, rope_settings, shape_of
+from grpo_mega.weights.architecture import experts_per_token, shape_of
 from grpo_mega.weights.derived import adapter_family, merge_reason
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve_config
@@ -169,7 +169,7 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
     """Yield problems if the model lacks positions for the longest sample (prompt and response), or differs in the
     engine.
     """
-    rope = rope_settings(fields)
+    rope = fields["rope_parameters"]
     if config.rollout.is_served and rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield (
             f"config.json has mscale_all_dim={rope['mscale_all_dim']:g} without mscale, which SGLang and transformers"
@@ -177,18 +177,16 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
         )
     longest_sample = config.data.max_prompt_length + config.rollout.max_response_length
     positions = num_positions(fields)
-    if positions is not None and longest_sample > positions:
+    if longest_sample > positions:
         yield (
             f"{config.algorithm.length_keys}={longest_sample}: must be at most the model's"
             f" max_position_embeddings={positions}; lower {'it' if config.algorithm.is_sft else 'one of them'}"
         )
 
 
-def num_positions(fields: dict[str, Any]) -> int | None:
-    """Return the number of positions of a model; None if its config does not limit them."""
-    positions, rope = fields.get("max_position_embeddings"), rope_settings(fields)
-    if not isinstance(positions, int):
-        return None
+def num_positions(fields: dict[str, Any]) -> int:
+    """Return the number of positions of a model."""
+    positions, rope = fields["max_position_embeddings"], fields["rope_parameters"]
     return int(positions * rope.get("factor", 1)) if rope["rope_type"] == "linear" else positions
 
 

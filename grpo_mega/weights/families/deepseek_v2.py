@@ -3,7 +3,7 @@
 from typing import Any
 
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import DENSE_THEN_MOE, EMBEDDING, LATENT_ATTENTION, OUTPUT
+from grpo_mega.weights.tables import DENSE_THEN_MOE, HEADS, LATENT_ATTENTION
 
 
 def _finish(fields: dict[str, Any]) -> None:
@@ -13,8 +13,7 @@ def _finish(fields: dict[str, Any]) -> None:
 FAMILIES = {
     "deepseek_v2": Family(
         (*LATENT_ATTENTION, *DENSE_THEN_MOE),
-        EMBEDDING,
-        OUTPUT,
+        *HEADS,
         fields="""
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=11008 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int?=null max_position_embeddings:int=2048

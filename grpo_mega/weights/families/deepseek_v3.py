@@ -2,19 +2,21 @@
 
 from typing import Any
 
+from grpo_mega.weights.fields import wrong
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import DENSE_THEN_MOE, EMBEDDING, LATENT_ATTENTION, OUTPUT, ROUTER_BIAS
+from grpo_mega.weights.tables import DENSE_THEN_MOE, HEADS, LATENT_ATTENTION, ROUTER_BIAS
 
 
 def _finish(fields: dict[str, Any]) -> None:
+    if fields["v_head_dim"] is None:
+        raise wrong("v_head_dim", None, "a positive whole number")
     fields.setdefault("head_dim", fields["qk_rope_head_dim"])
 
 
 ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 DEEPSEEK_V3 = Family(
     (*LATENT_ATTENTION, *DENSE_THEN_MOE, ROUTER_BIAS),
-    EMBEDDING,
-    OUTPUT,
+    *HEADS,
     fields="""
         vocab_size:int=129280 hidden_size:int=7168 intermediate_size:int=18432 moe_intermediate_size:int=2048
         num_hidden_layers:int=61 num_attention_heads:int=128 num_key_value_heads:int?=128 n_shared_experts:int=1

@@ -1,13 +1,12 @@
 """GLM-4.5 and its successors: DeepSeek-V3's experts with usual attention."""
 
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import ATTENTION, DENSE_THEN_MOE, EMBEDDING, OUTPUT, QKV_BIAS, ROUTER_BIAS, qk_norms
+from grpo_mega.weights.tables import ATTENTION, DENSE_THEN_MOE, HEADS, QKV_BIAS, ROUTER_BIAS, qk_norms
 
 FAMILIES = {
     "glm4_moe": Family(
         (*ATTENTION, QKV_BIAS, *qk_norms("qk_norm"), *DENSE_THEN_MOE, ROUTER_BIAS),
-        EMBEDDING,
-        OUTPUT,
+        *HEADS,
         qkv_bias=True,
         engine_ties=False,
         fields="""

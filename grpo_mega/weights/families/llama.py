@@ -1,12 +1,11 @@
 """Llama. Families that name their tensors as Llama does differ only in their facts."""
 
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import DENSE, EMBEDDING, OUTPUT
+from grpo_mega.weights.tables import DENSE, HEADS
 
 LLAMA = Family(
     DENSE,
-    EMBEDDING,
-    OUTPUT,
+    *HEADS,
     fields="""
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=11008 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int?=null max_position_embeddings:int=2048

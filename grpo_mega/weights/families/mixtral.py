@@ -1,14 +1,13 @@
 """Mixtral: Mistral with experts."""
 
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import ATTENTION, EMBEDDING, FINAL_NORM, MLP_NORM, OUTPUT, experts, router
+from grpo_mega.weights.tables import ATTENTION, FINAL_NORM, HEADS, MLP_NORM, experts, router
 
 _BLOCK = "block_sparse_moe"
 FAMILIES = {
     "mixtral": Family(
         (*ATTENTION, MLP_NORM, router(_BLOCK), *experts(_BLOCK, ("w1", "w3", "w2")), FINAL_NORM),
-        EMBEDDING,
-        OUTPUT,
+        *HEADS,
         engine_ties=False,
         fields="""
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=14336 num_hidden_layers:int=32

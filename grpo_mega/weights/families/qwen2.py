@@ -1,13 +1,12 @@
 """Qwen 2 and 2.5: Llama with biases of queries, keys and values."""
 
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import DENSE, EMBEDDING, OUTPUT, QKV_BIAS
+from grpo_mega.weights.tables import DENSE, HEADS, QKV_BIAS
 
 FAMILIES = {
     "qwen2": Family(
         (*DENSE, QKV_BIAS),
-        EMBEDDING,
-        OUTPUT,
+        *HEADS,
         qkv_bias=True,
         fields="""
         vocab_size:int=151936 hidden_size:int=4096 intermediate_size:int=22016 num_hidden_layers:int=32

@@ -1,13 +1,12 @@
 """Qwen 3: Llama with norms of queries and keys."""
 
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import DENSE, EMBEDDING, OUTPUT, qk_norms
+from grpo_mega.weights.tables import DENSE, HEADS, qk_norms
 
 FAMILIES = {
     "qwen3": Family(
         (*DENSE, *qk_norms("head_dim")),
-        EMBEDDING,
-        OUTPUT,
+        *HEADS,
         qk_norm=True,
         fields="""
         vocab_size:int=151936 hidden_size:int=4096 intermediate_size:int=22016 num_hidden_layers:int=32

@@ -12,14 +12,13 @@ from grpo_mega.weights.fields import is_int, wrong
 from grpo_mega.weights.spec import Family, Op, Row
 from grpo_mega.weights.tables import (
     ATTENTION,
-    EMBEDDING,
     FINAL_NORM,
+    HEADS,
     HF,
     INPUT_NORM,
     MCORE,
     MLP,
     MLP_NORM,
-    OUTPUT,
     Copy,
     GatedQKV,
     Stacked,
@@ -87,8 +86,7 @@ def _resolve_attention_types(fields: dict[str, Any]) -> None:
 
 _DENSE = Family(
     (*_linear_attention(), *_FULL_ATTENTION, *MLP, FINAL_NORM),
-    EMBEDDING,
-    OUTPUT,
+    *HEADS,
     qk_norm=True,
     fields="""
         vocab_size:int=248320 hidden_size:int=4096 intermediate_size:int=12288 num_hidden_layers:int=32

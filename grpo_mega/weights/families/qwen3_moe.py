@@ -1,13 +1,12 @@
 """Qwen 3's models with experts in every layer."""
 
 from grpo_mega.weights.spec import Family
-from grpo_mega.weights.tables import ATTENTION, EMBEDDING, FINAL_NORM, MLP_NORM, OUTPUT, experts, qk_norms, router
+from grpo_mega.weights.tables import ATTENTION, FINAL_NORM, HEADS, MLP_NORM, experts, qk_norms, router
 
 FAMILIES = {
     "qwen3_moe": Family(
         (*ATTENTION, MLP_NORM, router(), *experts(), FINAL_NORM, *qk_norms("head_dim")),
-        EMBEDDING,
-        OUTPUT,
+        *HEADS,
         qk_norm=True,
         engine_ties=False,
         fields="""
