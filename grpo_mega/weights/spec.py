@@ -260,7 +260,7 @@ class Family:
     has_router_bias: bool = False  # routers use sigmoids and a bias per expert
     rotary: str = "llama.modeling_llama:LlamaRotaryEmbedding"  # in transformers.models
     ignores_mscale: bool = False  # transformers 5.12 leaves mscale_all_dim out of attention's scale
-    served_by: str | None = None  # class in sglang.srt.models; None: served_models has one, or none serves it
+    served_by: str | None = None  # class in sglang.srt.models; None: only the embedded engine serves it
     served_fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # transformers drops them from configs
 
     @property

@@ -403,8 +403,3 @@ def test_sglang_has_the_class_that_serves_a_family(name: str) -> None:
     module, _, class_name = str(FAMILIES[name].served_by).partition(":")
     source = sglang_source(f"srt/models/{module}.py")
     assert f"class {class_name}(" in source
-
-
-def test_only_hybrid_families_have_no_class_of_sglang() -> None:
-    """served_models/families.py has a class of its own for the dense one."""
-    assert {name for name, family in FAMILIES.items() if not family.served_by} == {"qwen3_5_text", "qwen3_5_moe_text"}

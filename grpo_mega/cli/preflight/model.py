@@ -145,12 +145,12 @@ def linear_attention_problems(config: Config, shape: ModelShape) -> Iterator[str
 
 
 def hybrid_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of a policy with layers of linear attention that are not supported."""
+    """Yield settings that are not supported for a policy that SGLang does not serve, or with linear attention."""
+    if config.rollout.is_served and family_of(shape.model_type).served_by is None:
+        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type}; change it"
     yield from linear_attention_problems(config, shape)
     if not shape.linear_layers:
         return
-    if config.rollout.is_served and shape.num_experts:
-        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type} with experts; change it"
     if config.optimizer.moments_dtype != "float32" or config.optimizer.cpu_offload:
         yield (
             f"optimizer.moments_dtype={config.optimizer.moments_dtype}, cpu_offload="

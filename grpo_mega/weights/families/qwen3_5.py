@@ -102,6 +102,7 @@ _DENSE = Family(
     multimodal="qwen3_5",
     attention="hybrid",
     rotary="qwen3_5.modeling_qwen3_5:Qwen3_5TextRotaryEmbedding",
+    served_by="qwen3_5_text:Qwen3_5ForCausalLM",
 )
 _MOE = replace(
     _DENSE,
@@ -118,5 +119,6 @@ _MOE = replace(
     """,
     moe_fields=("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
     multimodal="qwen3_5_moe",
+    served_by=None,
 )
 FAMILIES = {"qwen3_5_text": _DENSE, "qwen3_5_moe_text": _MOE}

@@ -115,12 +115,13 @@ class Qwen3_5ForCausalLM(qwen3_5_text.Qwen3_5ForCausalLM):  # SGLang reads the c
 
 
 qwen3_5.Qwen3_5GatedDeltaNet = GatedDeltaNet
+qwen3_5_text.Qwen3_5ForCausalLM = Qwen3_5ForCausalLM
 mixtral.MixtralMoE = NumberedMixtralMoE
 deepseek_v2.get_rope_wrapper = with_plain_angles(deepseek_v2.get_rope_wrapper)
 AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 fused_moe_native.moe_forward_native = own_experts_alone(fused_moe_native.moe_forward_native)
 
-EntryClass: list[Any] = [Qwen3_5ForCausalLM]
+EntryClass: list[Any] = []
 for model_type, family in FAMILIES.items():
     # SGLang reads these fields, but transformers leaves them out when it writes the config of such a model.
     for name, value in family.served_fields.items():
