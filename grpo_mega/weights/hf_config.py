@@ -179,11 +179,11 @@ def _rope(fields: Fields, family: Family) -> Fields:
         raise WeightMappingError(f"config.json has rope_type={kind!r} and type={rope['type']!r}; remove one of them")
     if kind in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    _check_rope(rope, is_latent=family.attention == "latent")
+    _check_rope(rope, family)
     return rope
 
 
-def _check_rope(rope: Fields, *, is_latent: bool) -> None:
+def _check_rope(rope: Fields, family: Family) -> None:
     for name, value in rope.items():
         if isinstance(value, dict):
             raise WeightMappingError(
@@ -191,7 +191,7 @@ def _check_rope(rope: Fields, *, is_latent: bool) -> None:
                 " supported, so name another model"
             )
     for name in _ROPE_NEEDS.get(str(rope["rope_type"]), ()):
-        if name not in rope and (is_latent or rope["rope_type"] != "yarn"):
+        if name not in rope and (family.attention == "latent" or rope["rope_type"] != "yarn"):
             raise WeightMappingError(f"config.json has rope_type {rope['rope_type']!r} without {name}; add it")
     for name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
         if name in rope and not (is_number(rope[name]) and 0 < rope[name] <= 1e15):
