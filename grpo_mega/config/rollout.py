@@ -30,7 +30,7 @@ _OF_AGENTS = "rollout.agent or rollout.tools; leave it out"
 
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = ruled(
-        excludes="linear attention with experts; use embedded",
+        excludes="missing support in SGLang; use embedded",
         default="embedded",
         description="What generates: embedded runs inside the trainer's ranks, sglang starts SGLang servers.",
     )

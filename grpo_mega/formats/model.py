@@ -18,8 +18,7 @@ from grpo_mega.text import well_formed
 from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import difference, resolve_config
-from grpo_mega.weights.spec import Family, ModelShape, read_config
+from grpo_mega.weights.spec import Family, ModelShape
 
 _SENTENCE = "What is 17 + 25?  Think first"  # to compare tokenizers; a space in front would be dropped by some
 
@@ -64,13 +63,7 @@ def read_model_files(model: ModelConfig) -> ModelFiles:
         raise ConfigError(
             f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
-    fields = resolve_config(hf_config.to_dict())
-    hf_config = hf_config.get_text_config()  # only the language model of a multimodal model trains
-    if problem := difference(hf_config.model_type, resolve_config(read_config(folder)), fields):
-        raise ConfigError(
-            f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file"
-        )
-    shape = shape_of(fields)
+    shape = shape_of(hf_config.to_dict())
     return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), getattr(torch, model.resolved_dtype))
 
 

@@ -8,6 +8,7 @@ from a seed.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -34,9 +35,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from grpo_mega.config import LayoutConfig, ModelConfig, PrecisionConfig
 from grpo_mega.distributed.kernels import latent_problems
@@ -54,11 +52,9 @@ from grpo_mega.megatron.loaded_kernels import attention_notes, check_attention, 
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.boxes import RankShards
-from grpo_mega.weights.hf_config import HYBRID
 from grpo_mega.weights.layout import ShardLayout, megatron_shards
-from grpo_mega.weights.spec import Family, ModelShape, Span, padded_vocab
+from grpo_mega.weights.spec import Family, ModelShape, Span, round_up
 
-_ROTARY = {"glm4_moe": Glm4MoeRotaryEmbedding, **dict.fromkeys(HYBRID, Qwen3_5TextRotaryEmbedding)}
 _BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
 
 
@@ -96,7 +92,7 @@ def build_chunks(
         check_attention(shape, DTYPES[model.resolved_dtype], runtime.device)
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, model, layout, precision, runtime)
-    chunks = [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
+    chunks = [_build(shape, family, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
     for router in (r for chunk in chunks for r in routers.routers_of(chunk) if model.router.freeze):
         router.weight.requires_grad_(False)
     return chunks
@@ -143,7 +139,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **megatron_settings(precision),
-        **_moe_config(shape, hf_config, model, layout.token_dispatcher, runtime),
+        **_moe_config(shape, family, hf_config, model, layout.token_dispatcher, runtime),
         **_latent_config(shape, hf_config),
         # Megatron counts the tokens before a token; the list says which layers have the window.
         window_size=(max(shape.windows) - 1, 0) if shape.windows else None,
@@ -182,7 +178,7 @@ def _recompute_settings(model: ModelConfig, *, uses_te: bool) -> dict[str, Any]:
 
 
 def _moe_config(
-    shape: ModelShape, hf_config: Any, model: ModelConfig, dispatcher: str, runtime: Runtime
+    shape: ModelShape, family: Family, hf_config: Any, model: ModelConfig, dispatcher: str, runtime: Runtime
 ) -> dict[str, Any]:
     """Return Megatron's settings for an MoE model. They route as the Hugging Face model does; `Routers` does the
     rest.
@@ -208,8 +204,8 @@ def _moe_config(
         settings["moe_shared_expert_intermediate_size"] = shape.shared_ffn
     if shape.shared_gates:
         settings["moe_shared_expert_gate"] = True
-    elif shape.shared_ffn:  # GLM's models route as deepseek_v3 does
-        is_sigmoid = shape.model_type != "deepseek_v2"
+    elif shape.shared_ffn:
+        is_sigmoid = family.has_router_bias
         is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
         settings |= {
             # Layers differ, so checkpoints must store them separately. A list makes Megatron do so.
@@ -274,7 +270,9 @@ def _uneven_stages(shape: ModelShape, runtime: Runtime) -> list[list[str]] | Non
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime: Runtime, chunk: int) -> GPTModel:
+def _build(
+    shape: ModelShape, family: Family, hf_config: Any, config: TransformerConfig, runtime: Runtime, chunk: int
+) -> GPTModel:
     layout = runtime.layout
     vp_stage = chunk if layout.vpp > 1 else None
     layers = layout.layers_of(shape.num_layers, runtime.pp_rank, chunk)
@@ -285,7 +283,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     model = GPTModel(
         config,
         spec,
-        vocab_size=padded_vocab(shape.vocab, layout.tp),
+        vocab_size=round_up(shape.vocab, layout.tp),
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=shape.tied,
@@ -303,7 +301,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # transformers computes the frequencies, for every rope type that preflight accepts.
-    theirs: Any = _ROTARY.get(shape.model_type, LlamaRotaryEmbedding)(hf_config)
+    theirs = resolve_name(f"transformers.models.{family.rotary}")(hf_config)
     inv_freq = theirs.inv_freq.detach().float().to(runtime.device.torch_device)  # no buffer, which a cast would round
     if shape.kv_lora:
         rotary = LatentRotary(inv_freq, theirs.attention_scaling)

@@ -40,7 +40,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box
-from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
+from grpo_mega.weights.spec import Family, ModelShape, round_up
 
 CHUNK_BYTES = 256 << 20  # torch rounds pinned allocations up to a power of two, and could double a larger one
 ALIGNMENT = 512  # each storage starts at a multiple of this many bytes on the host
@@ -345,7 +345,7 @@ class Teacher:
         # shard may differ.
         self.head_VG = torch.empty(0)
         head = (family.embedding if shape.tied else family.output).hf[0]
-        width = padded_vocab(vocab_size, runtime.layout.tp) // runtime.layout.tp
+        width = round_up(vocab_size, runtime.layout.tp) // runtime.layout.tp
         start, end = (min(width * (runtime.tp_rank + i), vocab_size) for i in (0, 1))
         is_wanted = config.algorithm.has_vocab_kl and runtime.pp_rank == runtime.layout.pp - 1
         self._head = Box(head, (start, 0), (end, shape.hidden)) if is_wanted else None

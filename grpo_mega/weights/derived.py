@@ -19,8 +19,8 @@ from typing import cast
 from grpo_mega.config import LoraConfig, RolloutConfig, SyncConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
-from grpo_mega.weights.families import Stacked
 from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard
+from grpo_mega.weights.tables import Stacked
 
 _IN_PROJ = "self_attention.in_proj.weight"
 
@@ -122,7 +122,7 @@ class LoraB(_Pair):
 
 def adapter_family(family: Family, shape: ModelShape, rank: int, targets: Sequence[str]) -> Family:
     """Return the table of the adapter alone. Raise WeightMappingError for a target that the model lacks."""
-    known = target_names(family, shape)
+    known = sorted({_short(name) for row in _linear_rows(family, shape) for name in row.hf})
     for name in () if ALL_LINEAR in targets else targets:
         if name not in known:
             raise WeightMappingError(
@@ -154,11 +154,6 @@ def _parts_with(chosen: Sequence[int], row: Row, shape: ModelShape) -> tuple[str
     return tuple(part for part, piece in parts if int(piece.box.tensor) in chosen)
 
 
-def target_names(family: Family, shape: ModelShape) -> list[str]:
-    """Return the names that model.lora.targets may have: of q_proj, for example, q."""
-    return sorted({_short(name) for row in _linear_rows(family, shape) for name in row.hf})
-
-
 def adapter_name(weight: str, letter: str) -> str:
     """Return the Hugging Face name of the adapter's A or B of a weight."""
     return f"{weight.removesuffix('weight')}lora_{letter}.weight"
@@ -178,4 +173,5 @@ def _numbers(op: Op, shape: ModelShape) -> tuple[str, ...]:
 
 
 def _short(name: str) -> str:
+    """Return the name in model.lora.targets: q of q_proj."""
     return name.removesuffix(".weight").rpartition(".")[2].removesuffix("_proj")

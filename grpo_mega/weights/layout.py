@@ -101,10 +101,6 @@ class MegatronLayout:
         first = sum(sizes[:index])
         return range(first, first + sizes[index])
 
-    def experts_of(self, num_experts: int, ep_rank: int) -> range:
-        width = num_experts // self.ep
-        return range(width * ep_rank, width * (ep_rank + 1))
-
 
 @dataclass(frozen=True)
 class EngineLayout:
@@ -330,7 +326,8 @@ def megatron_blocks(
 ) -> list[Block]:
     """Return the shards of a trainer's rank. Names are as in `megatron_shards`."""
     tp_rank, pp_rank, _ = layout.place(rank)
-    experts = layout.experts_of(shape.num_experts, layout.ep_rank(rank))
+    width = shape.num_experts // layout.ep
+    experts = range(width * layout.ep_rank(rank), width * (layout.ep_rank(rank) + 1))
 
     def tensors(chunk: int, rows: Iterable[Row]) -> RankShards:
         shards: RankShards = {}

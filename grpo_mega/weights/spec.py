@@ -7,8 +7,8 @@ tensor for tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.hf_config import HYBRID, HYBRID_MOE, LATENT, MOE_FIELDS, attention_windows, resolve_config
+from grpo_mega.weights.fields import OF_FAMILIES, Field, parse_fields
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -26,15 +26,6 @@ Span = Literal["dense", "moe", "linear", "full"]
 FLOAT32 = ("e_score_correction_bias", ".A_log", ".dt_bias")
 BLOCK = 128  # rows and columns of a linear layer's block with one FP8 scale
 MOST_ENGINE_RANKS = 8  # an engine does not span nodes
-
-_SHARED = (*LATENT, "glm4_moe")  # model types with shared experts and first dense layers
-_LINEAR_FIELDS = {
-    "linear_k_heads": "linear_num_key_heads",
-    "linear_v_heads": "linear_num_value_heads",
-    "linear_k_dim": "linear_key_head_dim",
-    "linear_v_dim": "linear_value_head_dim",
-    "linear_conv": "linear_conv_kernel_dim",
-}
 
 
 @dataclass(frozen=True)
@@ -152,93 +143,9 @@ class ModelShape:
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
         """Read the contents of a config.json. Raise WeightMappingError with the name of a missing or wrong field."""
-        config = resolve_config(config)
+        from grpo_mega.weights.architecture import read_shape  # it needs the families, and their tables this module
 
-        def field(name: str, default: int | None = None) -> int:
-            value = config.get(name) or default
-            if value is None:
-                raise WeightMappingError(
-                    f"config.json has no field {name!r}; is it the config of a causal language model?"
-                )
-            if not isinstance(value, int) or value < 1:
-                raise WeightMappingError(f"config.json has {name}={value!r}; it must be a positive whole number")
-            return value
-
-        model_type = config.get("model_type")
-        if not isinstance(model_type, str):
-            raise WeightMappingError(
-                f"config.json has model_type {model_type!r}; is it the config of a causal language model?"
-            )
-        heads = field("num_attention_heads")
-        kv_heads = field("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise WeightMappingError(
-                f"config.json has num_key_value_heads={kv_heads}; it must divide num_attention_heads={heads}"
-            )
-        more: dict[str, Any] = {"windows": attention_windows(config)}
-        if model_type in MOE_FIELDS:
-            experts, rows, *_ = MOE_FIELDS[model_type]
-            more |= {"num_experts": field(experts), "moe_ffn": field(rows)}
-            _check_every_layer_has_experts(config)
-        head_dim = field("head_dim", field("hidden_size") // heads)
-        if model_type == "glm4_moe" and config.get("use_qk_norm"):
-            more["qk_norm"] = head_dim
-        if model_type in LATENT:
-            q_lora = 0 if config.get("q_lora_rank") is None else field("q_lora_rank")
-            more |= {"kv_lora": field("kv_lora_rank"), "q_lora": q_lora}
-            more |= {"rope_dim": field("qk_rope_head_dim"), "v_dim": field("v_head_dim")}
-            head_dim, kv_heads = field("qk_nope_head_dim") + more["rope_dim"], heads
-        if model_type in HYBRID:
-            more |= _linear_attention(config) | {name: field(key) for name, key in _LINEAR_FIELDS.items()}
-        if model_type in _SHARED:
-            more["num_dense"] = config.get("first_k_dense_replace") or 0
-            more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")
-            if not 0 <= more["num_dense"] < field("num_hidden_layers"):
-                raise WeightMappingError(
-                    f"config.json has first_k_dense_replace={more['num_dense']}; it must leave experts in one of the "
-                    f"num_hidden_layers={field('num_hidden_layers')} at least"
-                )
-        return cls(
-            model_type=model_type,
-            num_layers=field("num_hidden_layers"),
-            hidden=field("hidden_size"),
-            ffn=field("intermediate_size", more.get("moe_ffn")),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab=field("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            **more,
-        )
-
-
-def _linear_attention(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the layers with linear attention, and the rows of a shared expert. Raise WeightMappingError if layers or
-    heads are not supported.
-    """
-    types = config["layer_types"]
-    layers = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
-    if len(layers) in (0, len(types)):
-        raise WeightMappingError(
-            "config.json has only one kind of layer_types; linear_attention and full_attention are supported together,"
-            " so name another model"
-        )
-    k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    if v_heads % k_heads:
-        raise WeightMappingError(
-            f"config.json has linear_num_key_heads={k_heads}; it must divide linear_num_value_heads={v_heads}"
-        )
-    shared_ffn = config["shared_expert_intermediate_size"] if config["model_type"] in HYBRID_MOE else 0
-    return {"linear_layers": layers, "shared_ffn": shared_ffn}
-
-
-def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
-    for name, value in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("moe_layer_freq", 1)):
-        found = config.get(name)
-        if found and found != value:
-            raise WeightMappingError(
-                f"config.json has {name}={found!r}; only {value!r} is supported, so use another model"
-            )
+        return read_shape(config)
 
 
 class Rows(NamedTuple):
@@ -324,8 +231,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """A family's table. With tied embeddings `output` uses `embedding`'s tensor, and the checkpoint stores it only
-    once.
+    """A family's table and facts. With tied embeddings `output` uses `embedding`'s tensor, stored once.
 
     `engine_ties`: SGLang then has only that parameter, too. Otherwise it has a separate output layer. `stacks_experts`:
     written folders have two tensors for all experts of a layer. Such folders are read for any family.
@@ -339,6 +245,28 @@ class Family:
     engine_ties: bool = True
     stacks_experts: bool = False
     has_heads: bool = True  # False for the table of an adapter, which has neither embedding nor output layer
+    fields: str = ""  # transformers declares them for this family only: name:type=default
+    aliases: Mapping[str, str] = field(default_factory=dict, hash=False)  # an alias goes before its field
+    # The fields with the number of experts, the rows of an expert, and the rows of the shared expert. Every config.json
+    # of the family has them, although transformers has a default for them.
+    moe_fields: tuple[str, ...] = ()
+    required: Mapping[str, Any] = field(default_factory=dict, hash=False)  # values without which Megatron would differ
+    rope_theta: float = 1e4  # default
+    rotary_share: float | None = None  # default of the rotated part of a head; None: all
+    heads_divide_hidden: bool = False  # True if transformers refuses another hidden_size
+    finish: Callable[[dict[str, Any]], None] | None = None  # sets and checks fields that only this family has
+    multimodal: str | None = None  # model type of a multimodal model with this language model
+    attention: Literal["usual", "latent", "hybrid"] = "usual"
+    has_router_bias: bool = False  # routers use sigmoids and a bias per expert
+    rotary: str = "llama.modeling_llama:LlamaRotaryEmbedding"  # in transformers.models
+    ignores_mscale: bool = False  # transformers 5.12 leaves mscale_all_dim out of attention's scale
+    served_by: str | None = None  # class in sglang.srt.models; None: only the embedded engine serves it
+    served_fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # transformers drops them from configs
+
+    @property
+    def declared(self) -> Mapping[str, Field]:
+        """Return all fields of config.json that transformers declares."""
+        return parse_fields(OF_FAMILIES + self.fields)
 
     def heads(self, shape: ModelShape) -> tuple[Row, ...]:
         """Return the rows of the embedding and the output layer that a checkpoint stores."""
@@ -400,11 +328,6 @@ class Family:
                 for e in range(shape.num_experts) if row.kind == "expert" else ONCE:
                     tensors |= {n.format(i=i, e=e): s for n, s in zip(row.hf, shapes, strict=True)}
         return tensors
-
-
-def padded_vocab(vocab: int, tp_size: int) -> int:
-    """Return the vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return round_up(vocab, tp_size)
 
 
 def num_blocks(shape: Index) -> Index:

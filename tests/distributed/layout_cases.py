@@ -14,6 +14,7 @@ from grpo_mega import config as configs
 from grpo_mega.cli.commands.check import Case
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Routes, Sample
+from tests.helpers import models
 from tests.helpers.models import VOCAB_SIZE
 
 LLAMA3_ROPE = {
@@ -68,6 +69,8 @@ MIXTURES = {
     "deepseek_v3-routed": ("deepseek_v3", {"num_hidden_layers": 5}),
     "qwen3_5_moe-routed": ("qwen3_5_moe_text", {"num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 3}),
 }
+for _models, _classes in ((MODELS, models.CLASSES), (MIXTURES, models.MIXTURES)):
+    _models |= {name: (name, {}) for name in _classes if all(name != model[0] for model in _models.values())}
 
 # Methods on a short qwen2, as config changes. Together they cover every loss, advantage and kind of correction.
 METHODS = {

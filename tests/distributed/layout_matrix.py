@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from grpo_mega.weights.families import FAMILIES
 from tests.distributed.layout_cases import (
     HYBRID_LAYOUTS,
     HYBRID_MOE_LAYOUTS,
@@ -168,7 +169,6 @@ LOGITS |= {name: texts for name, texts in GRADIENTS.items() if name.startswith("
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # Cases that a test or a row of tests/README.md names.
 NEEDED = (
     "logits qwen3_moe-routed:pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
@@ -212,7 +212,7 @@ def features(case: str, is_fine: bool) -> set[Hashable]:
         found = pairs(axes | {"family": family})
     else:
         axes = {axis: value not in ("1", "false") for axis, value in axes.items()}
-        attention = "latent" if family in LATENT else "linear" if family.startswith("qwen3_5") else "usual"
+        attention = FAMILIES[family].attention
         found = pairs(axes | {"attention": attention, "has experts": model in MIXTURES})
         found |= {(family, axis) for axis in ("tp", "pp", "ep") if axes[axis]}
     kinds = [kind, "gradients"] if kind == "logits" and text in GRADIENTS.get(model, ()) else [kind]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qw
 
 from grpo_mega.formats.checkpoints import FORMAT, Manifest
 from grpo_mega.paths import MANIFEST
-from tests.helpers.models import make_model, make_multimodal, make_tokenizer, write_both_generations
+from tests.helpers.models import CLASSES, MIXTURES, make_model, make_multimodal, make_tokenizer, write_both_generations
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -58,6 +58,7 @@ CASES = {
     "mixtral": Case("mixtral"),
     "qwen3_moe": Case("qwen3_moe", {}, torch.bfloat16),
 }
+CASES |= {name: Case(name) for name in CLASSES | MIXTURES if all(name != case.model for case in CASES.values())}
 _MIXTURES = {"mixtral": (MixtralConfig, MixtralForCausalLM), "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
 
 

@@ -45,9 +45,7 @@ def test_a_supported_config_has_no_problems() -> None:
 def test_servers_refuse_hybrid_models_with_experts_and_adapters_alone() -> None:
     config, shape = make_config(Path("unused"), "tp=1", "rollout.engine=sglang"), model_of(FIELDS).shape
     [line] = fact_problems(config, model_of(MOE_FIELDS).shape)
-    assert line == (
-        "rollout.engine=sglang conflicts with linear attention with experts of qwen3_5_moe_text; use embedded"
-    )
+    assert line == ("rollout.engine=sglang conflicts with missing support in SGLang of qwen3_5_moe_text; use embedded")
     lora = make_config(Path("unused"), "tp=1", "rollout.engine=sglang", "model.lora={rank: 4}")
     assert not sends_adapter(lora.model.lora, lora.sync, lora.rollout, shape)
     [line] = sync_problems(lora.model_copy(update={"sync": lora.sync.model_copy(update={"lora": "adapter"})}), shape)

@@ -158,8 +158,9 @@ def test_yarn_that_server_and_trainer_read_differently_is_refused() -> None:
     raw = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t", "max_prompt_length": 8}}
     raw |= {"batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 2048}, "rollout": {"engine": "sglang"}}
     rope = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0.7}
-    (said,) = position_problems(configs.validate(raw), {"rope_parameters": rope})
+    fields = {"rope_parameters": rope, "max_position_embeddings": 10**6}
+    (said,) = position_problems(configs.validate(raw), fields)
     assert "mscale_all_dim=0.7 without mscale" in said
-    assert not list(position_problems(configs.validate(raw), {"rope_parameters": rope | {"mscale": 1.0}}))
+    assert not list(position_problems(configs.validate(raw), fields | {"rope_parameters": rope | {"mscale": 1.0}}))
     embedded = configs.validate(raw | {"rollout": {"engine": "embedded"}})
-    assert not list(position_problems(embedded, {"rope_parameters": rope}))
+    assert not list(position_problems(embedded, fields))

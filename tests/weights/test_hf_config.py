@@ -15,8 +15,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.families import FAMILIES
-from grpo_mega.weights.hf_config import ALIASES, FIELDS, ROPE_THETA, ROTARY_SHARE, difference, resolve_config
+from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
+from tests.helpers.resolved import difference
 
 TYPES = {
     "int": "int",
@@ -129,25 +130,27 @@ def test_the_table_has_the_fields_types_and_defaults_of_transformers(model_type:
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
         for field in fields
     }
-    table = {name: field for name, field in FIELDS[model_type].items() if name in kinds or name not in NEWER}
+    table = {name: field for name, field in FAMILIES[model_type].declared.items() if name in kinds or name not in NEWER}
     assert {name: field.kind for name, field in table.items()} == kinds
     # Every file has the needed fields, so their defaults, which releases change, do not matter.
     assert {name: table[name].default for name in table.keys() - NEEDED} == {
         name: defaults[name] for name in defaults.keys() - NEEDED
     }
-    assert ROPE_THETA.get(model_type, 1e4) == declared.default_theta
+    assert FAMILIES[model_type].rope_theta == declared.default_theta
     aliases, expected = (
-        set(map(frozenset, one.items())) for one in (ALIASES.get(model_type, {}), declared.attribute_map)
+        set(map(frozenset, one.items())) for one in (FAMILIES[model_type].aliases, declared.attribute_map)
     )
     assert aliases ^ expected <= NEWER_ALIASES
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_config_of_a_family_is_resolved_as_transformers_resolves_it(model_type: str, tmp_path: Path) -> None:
-    known = {*FIELDS[model_type], *ALIASES.get(model_type, {}), *OF_EVERY_TYPE}
+    known = {*FAMILIES[model_type].declared, *FAMILIES[model_type].aliases, *OF_EVERY_TYPE}
     for more in (more for more in ROPES if more.keys() <= known):
         fields = MODELS[model_type] | more
-        if model_type in ROTARY_SHARE and more == {"partial_rotary_factor": None}:  # means another share by release
+        if FAMILIES[model_type].rotary_share and more == {
+            "partial_rotary_factor": None
+        }:  # means another share by release
             with pytest.raises(ConfigError, match="partial_rotary_factor=None; only 0"):
                 shape_of(fields)
             continue
@@ -161,7 +164,7 @@ def test_a_config_of_a_family_is_resolved_as_transformers_resolves_it(model_type
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_missing_and_null_fields_mean_the_same_as_in_transformers(model_type: str, tmp_path: Path) -> None:
     num_compared = 0
-    for name in {*FIELDS[model_type], "head_dim", "rope_parameters", "rope_scaling", "rope_theta"} - NEEDED:
+    for name in {*FAMILIES[model_type].declared, "head_dim", "rope_parameters", "rope_scaling", "rope_theta"} - NEEDED:
         left_out = {key: value for key, value in MODELS[model_type].items() if key != name}
         for fields in (left_out, MODELS[model_type] | {name: None}):
             expected, found = theirs(fields, tmp_path), ours(fields)
@@ -184,7 +187,7 @@ def test_missing_and_null_fields_mean_the_same_as_in_transformers(model_type: st
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("value", [[1], "1", {"a": 1}, True, 1.5], ids=repr)
 def test_values_of_a_type_that_transformers_refuses_are_refused(model_type: str, value: Any, tmp_path: Path) -> None:
-    for name in FIELDS[model_type]:
+    for name in FAMILIES[model_type].declared:
         fields = MODELS[model_type] | {name: value}
         if theirs(fields, tmp_path) is None:
             assert ours(fields) is None, name
@@ -202,7 +205,7 @@ IMPOSSIBLE = [0, -1, 10**9 * 10**9, 10**400, math.nan, math.inf, "4", True, [4],
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("value", IMPOSSIBLE, ids=lambda value: repr(value)[:12])
 def test_impossible_sizes_are_refused_in_one_line(model_type: str, value: Any) -> None:
-    sizes = [name for name, field in FIELDS[model_type].items() if field.kind in ("int", "int?")]
+    sizes = [name for name, field in FAMILIES[model_type].declared.items() if field.kind in ("int", "int?")]
     skipped = {
         "pretraining_tp",
         "num_mtp_layers",
@@ -280,16 +283,16 @@ def test_a_negative_padding_id_and_layers_of_full_attention_are_accepted() -> No
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_window_is_of_the_layers_that_have_it_in_transformers(model_type: str) -> None:
     window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-    if "sliding_window" not in FIELDS[model_type]:
+    if "sliding_window" not in FAMILIES[model_type].declared:
         window |= {"first_k_dense_replace": 1}
         with pytest.raises(ConfigError, match="sliding_window=9; only None"):
             shape_of(MODELS[model_type] | window)
         return
-    expected = (0, 9, 9) if "max_window_layers" in FIELDS[model_type] else (9, 9, 9)
+    expected = (0, 9, 9) if "max_window_layers" in FAMILIES[model_type].declared else (9, 9, 9)
     assert shape_of(MODELS[model_type] | window).windows == expected
     assert shape_of(MODELS[model_type] | window | {"sliding_window": None}).windows == ()
     mixed = MODELS[model_type] | window | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-    if "layer_types" in FIELDS[model_type]:
+    if "layer_types" in FAMILIES[model_type].declared:
         assert shape_of(mixed).windows == (9, 0, 0)
     else:
         with pytest.raises(WeightMappingError, match="'full_attention' among layer_types; with sliding_window=9 only"):

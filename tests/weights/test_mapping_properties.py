@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, LocalTensor, Piece, RankShards, region
-from grpo_mega.weights.spec import padded_vocab
+from grpo_mega.weights.spec import round_up
 from tests.helpers.mapping import (
     Tensors,
     assert_equal,
@@ -64,7 +64,7 @@ def test_pieces_fill_a_local_tensor_once_except_vocabulary_padding(case: Case) -
                 counts[region(piece.offset, piece.box.shape)] += 1
             is_vocabulary = name.endswith(("word_embeddings.weight", "output_layer.weight"))
             if is_vocabulary:
-                assert local.shape == (padded_vocab(shape.vocab, layout.tp) // layout.tp, shape.hidden)
+                assert local.shape == (round_up(shape.vocab, layout.tp) // layout.tp, shape.hidden)
             real_rows = shape.vocab - layout.place(rank)[0] * local.shape[0] if is_vocabulary else local.shape[0]
             assert (counts[: max(0, real_rows)] == 1).all(), name
             assert (counts[max(0, real_rows) :] == 0).all(), name

@@ -20,7 +20,7 @@ from grpo_mega.formats.hf_files import adapter_problem, weight_files
 from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, MAX_JSON_BYTES, hub_hint, parse_json, read_file
-from grpo_mega.weights.architecture import WITH_ROUTER_BIAS, experts_per_token, rope_settings, shape_of
+from grpo_mega.weights.architecture import experts_per_token, shape_of
 from grpo_mega.weights.derived import adapter_family, merge_reason
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve_config
@@ -116,14 +116,14 @@ def fact_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def facts_of(shape: ModelShape, *, is_served: bool) -> dict[str, object]:
     """Return the facts about a model that rules of keys name."""
-    is_moe, is_linear = bool(shape.num_experts), bool(shape.linear_layers)
+    family, is_moe = family_of(shape.model_type), bool(shape.num_experts)
     return {
         "a model with experts": is_moe,
         "a dense model": not is_moe,
-        "a bias per expert": not is_moe or shape.model_type in WITH_ROUTER_BIAS,
+        "a bias per expert": not is_moe or family.has_router_bias,
         "a sliding window": bool(shape.windows),
-        "linear attention": is_linear,
-        "linear attention with experts": is_linear and is_moe,
+        "linear attention": bool(shape.linear_layers),
+        "missing support in SGLang": is_served and family.served_by is None,
         "latent attention in SGLang": bool(shape.kv_lora) and is_served,
     }
 
@@ -132,7 +132,7 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
     """Yield problems if the model lacks positions for the longest sample (prompt and response), or differs in the
     engine.
     """
-    rope = rope_settings(fields)
+    rope = fields["rope_parameters"]
     if config.rollout.is_served and rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield (
             f"config.json has mscale_all_dim={rope['mscale_all_dim']:g} without mscale, which SGLang and transformers"
@@ -140,18 +140,16 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
         )
     longest_sample = config.data.max_prompt_length + config.rollout.max_response_length
     positions = num_positions(fields)
-    if positions is not None and longest_sample > positions:
+    if longest_sample > positions:
         yield (
             f"{config.algorithm.length_keys}={longest_sample}: must be at most the model's"
             f" max_position_embeddings={positions}; lower {'it' if config.algorithm.is_sft else 'one of them'}"
         )
 
 
-def num_positions(fields: dict[str, Any]) -> int | None:
-    """Return the number of positions of a model; None if its config does not limit them."""
-    positions, rope = fields.get("max_position_embeddings"), rope_settings(fields)
-    if not isinstance(positions, int):
-        return None
+def num_positions(fields: dict[str, Any]) -> int:
+    """Return the number of positions of a model."""
+    positions, rope = fields["max_position_embeddings"], fields["rope_parameters"]
     return int(positions * rope.get("factor", 1)) if rope["rope_type"] == "linear" else positions
 
 

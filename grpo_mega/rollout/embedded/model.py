@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from grpo_mega.weights.families import MULTIMODAL, family_of
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape
 
 GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of 16 bytes
@@ -151,11 +152,8 @@ class LinearState(LinearAttentionLayer):
 
 def silence_fast_path() -> None:
     """Drop transformers' notices that kernels for linear attention are missing: these kernels need a GPU."""
-    for name in (
-        "models.qwen3_5.modeling_qwen3_5",
-        "models.qwen3_5_moe.modeling_qwen3_5_moe",
-        "integrations.hub_kernels",
-    ):
+    models = (f"models.{name}.modeling_{name}" for name in MULTIMODAL)
+    for name in (*models, "integrations.hub_kernels"):
         logging.getLogger(f"transformers.{name}").addFilter(_is_no_notice)
 
 
@@ -171,13 +169,14 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def scale_attention(model: Any) -> None:
-    """Include the square of YaRN's mscale in the scale of DeepSeek-V2's attention, as DeepSeek's own code does.
+    """Include the square of YaRN's mscale in the scale of latent attention, as DeepSeek's own code does.
 
     transformers 5.12 includes it only for DeepSeek-V3, and 5.19 for both, so the scale is set and not multiplied.
     """
     rope = model.config.rope_parameters
-    if model.config.model_type != "deepseek_v2" or not rope.get("mscale_all_dim") or rope["factor"] <= 1:
+    factor = rope.get("mscale_all_dim")
+    if not family_of(model.config.model_type).ignores_mscale or not factor or rope["factor"] <= 1:
         return
-    mscale = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1
+    mscale = 0.1 * factor * math.log(rope["factor"]) + 1
     for layer in model.model.layers:
         layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5 * mscale**2

@@ -1,5 +1,4 @@
-"""One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in
-deepseek_v2).
+"""SGLang's class of each family. weights/families has its name and module.
 
 This module also patches SGLang 0.5.21 and 0.5.23. A test fails when a patch is no longer needed. Three are for all
 servers: router choices, sliding windows and hybrid models.
@@ -25,6 +24,7 @@ only its own loader updates the copy. On a CPU on_cpu.py has the operators of li
 from __future__ import annotations
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -35,32 +35,16 @@ from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.models import deepseek_v2, mixtral
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
-from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
-from sglang.srt.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
-from sglang.srt.models.llama import LlamaForCausalLM
-from sglang.srt.models.mistral import MistralForCausalLM
-from sglang.srt.models.mixtral import MixtralForCausalLM
-from sglang.srt.models.qwen2 import Qwen2ForCausalLM
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from sglang.srt.utils import is_cpu
-from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
+from transformers import CONFIG_MAPPING
 
 from grpo_mega.rollout.sglang.served_models import on_cpu
+from grpo_mega.weights.families import FAMILIES
 from grpo_mega.weights.hf_config import attention_windows
 
 if is_cpu():
     on_cpu.install()
 from sglang.srt.models import qwen3_5, qwen3_5_text  # needs the operators
-
-# SGLang reads these fields, but transformers leaves them out when it writes the config of such a model.
-DeepseekV2Config.moe_layer_freq = DeepseekV3Config.moe_layer_freq = 1
-DeepseekV2Config.scoring_func = "softmax"
-DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_tc"
-Glm4MoeLiteConfig.scoring_func, Glm4MoeLiteConfig.topk_method = "sigmoid", "noaux_tc"
-Glm4MoeLiteConfig.first_k_dense_replace = 1
-
 
 Forward = Callable[[torch.nn.Module, torch.Tensor, Any, Any], torch.Tensor]
 
@@ -131,23 +115,19 @@ class Qwen3_5ForCausalLM(qwen3_5_text.Qwen3_5ForCausalLM):  # SGLang reads the c
 
 
 qwen3_5.Qwen3_5GatedDeltaNet = GatedDeltaNet
+qwen3_5_text.Qwen3_5ForCausalLM = Qwen3_5ForCausalLM
 mixtral.MixtralMoE = NumberedMixtralMoE
 deepseek_v2.get_rope_wrapper = with_plain_angles(deepseek_v2.get_rope_wrapper)
 AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 fused_moe_native.moe_forward_native = own_experts_alone(fused_moe_native.moe_forward_native)
 
-EntryClass = [
-    DeepseekV2ForCausalLM,
-    DeepseekV3ForCausalLM,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-]
-for model_class in (LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM):
-    model_class.__init__ = with_windows(model_class.__init__)  # LlamaForCausalLM: Mistral's inherits it
+EntryClass: list[Any] = []
+for model_type, family in FAMILIES.items():
+    # SGLang reads these fields, but transformers leaves them out when it writes the config of such a model.
+    for name, value in family.served_fields.items():
+        setattr(CONFIG_MAPPING[model_type], name, value)
+    if family.served_by is not None:
+        model_class: Any = resolve_name(f"sglang.srt.models.{family.served_by}")
+        if "sliding_window" in family.declared:
+            model_class.__init__ = with_windows(model_class.__init__)
+        EntryClass.append(model_class)
