@@ -55,10 +55,7 @@ class LayoutConfig(Section):
     )
     token_dispatcher: Literal["alltoall", "deepep", "hybridep"] = Field(
         default="alltoall",
-        description=(
-            "How tokens reach their experts on other ranks. deepep and hybridep use DeepEP's kernels (Megatron's flex "
-            "dispatcher); neither has run on a GPU yet."
-        ),
+        description="How tokens reach their experts. deepep and hybridep are DeepEP's kernels, not run on a GPU yet.",
     )
     dp: NumRanks | None = Field(
         default=None,
