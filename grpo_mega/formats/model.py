@@ -64,6 +64,7 @@ def read_model_files(model: ModelConfig) -> ModelFiles:
             f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
     shape = shape_of(hf_config.to_dict())
+    hf_config = hf_config.get_text_config()  # only the language model of a multimodal model trains
     return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), getattr(torch, model.resolved_dtype))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.formats.model import read_model_files
+from grpo_mega.megatron import model
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.attention import pack_params
 from grpo_mega.megatron.gated_delta import delta_rule
@@ -179,6 +180,23 @@ def test_flas_kernels_read_packed_rows_as_plain_torch_reads_them(
     for name, mine, exact in zip(("output", "rows", *weights), found, expected, strict=True):
         error = (mine.float() - exact.float()).norm() / exact.float().norm()
         assert 0 < error <= (1e-5 if dtype == torch.float32 else 0.02), (name, error)
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_a_gpu_without_flas_kernels_is_noted_in_the_log(
+    is_cuda: bool, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: dict[str, None] = {}
+    monkeypatch.setattr(model, "attention_notes", notes)
+    monkeypatch.setattr(model, "uses_transformer_engine", lambda _: False)
+    monkeypatch.setattr(model, "transformer_config", {}.__getitem__)  # fails, so nothing is built for CUDA
+    monkeypatch.setattr(gated_delta_net, "chunk_gated_delta_rule", None)
+    arguments: Any = (policy._shape, None, None, None, SimpleNamespace(device=SimpleNamespace(is_cuda=is_cuda)))
+    with pytest.raises(TypeError):
+        model.build_chunks(*arguments)
+    assert [*notes] == [
+        "linear attention: plain torch, which needs more memory; pip install flash-linear-attention"
+    ] * is_cuda
 
 
 def test_decay_parameters_are_float32_in_model_optimizer_and_checkpoint(policy: Policy) -> None:
