@@ -234,7 +234,7 @@ def test_a_server_samples_and_chats_like_transformers(run_dir: Path, tmp_path: P
         (["--prompt", "a", "--temperature", "-1"], "--temperature=-1.0: must be 0 or above"),
         (["--prompt", "a", "--step", "1"], "--step=1: must go with a run's folder"),
         (["--prompt", "a", "--set", "model.size=1"], "unknown key 'model.size'"),
-        (["--data", "none.jsonl"], "data set none.jsonl does not exist"),
+        (["--data", "none.jsonl"], "dataset none.jsonl does not exist"),
         (["--prompt", "a"], "holds no config.json; name the folder of a Hugging Face checkpoint"),
     ],
 )
