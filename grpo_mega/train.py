@@ -1,8 +1,7 @@
 """The training run, top to bottom: generate, score, pack, update, sync_weights.
 
-Every rank runs this program; there is no controller. Generation is shared over the ranks, and then every rank gathers
-all groups. So every rank computes the same advantages and the same packing. Then each rank trains on its own
-micro-batches.
+Every rank runs this program; there is no controller. Generation is split across ranks, and then every rank gathers all
+groups. So every rank computes the same advantages and the same packing. Then each rank trains its micro-batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,9 +35,9 @@ from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
 def run(config: Config, hooks: Hooks | None = None) -> None:
-    """Train from the run's last checkpoint to config.steps, with evaluations, and export the policy to RUN_DIR/hf.
+    """Train from the run's last checkpoint to config.steps, evaluate, and export the policy to RUN_DIR/hf.
 
-    Evaluate before, during and after training. If asked to stop, save a checkpoint after the current step and end.
+    Evaluate before, during and after training. When asked to stop, save a checkpoint after the current step and end.
     Ranks without a policy only generate, step by step.
     """
     with explained(config.run_dir), open_job(config, hooks=hooks) as job, job.saved_on_failure(), job.listening():
@@ -64,7 +63,7 @@ def run(config: Config, hooks: Hooks | None = None) -> None:
 def train_step(job: Job, step: int) -> None:
     """Run one rollout and its optimizer steps, save a checkpoint if one is due, and sync policy step + 1 to the engine.
 
-    A step with fewer groups than mini-batches, which dynamic sampling and a small data set may leave, trains nothing.
+    A step with fewer groups than mini-batches trains nothing. This may happen with dynamic sampling or a small dataset.
     """
     config, policy = job.config, job.policy
     assert policy is not None, "a rank without a policy runs generate_step"
@@ -87,7 +86,7 @@ def train_step(job: Job, step: int) -> None:
 
 
 def generate_step(job: Job, step: int) -> None:
-    """Run the part of a step for a rank without a policy."""
+    """Run a step on a rank without a policy."""
     _, job.backlog, _ = generate(job, step)
     job.steps_done = step + 1
     generate_ahead(job, step)
@@ -105,11 +104,11 @@ def generate_ahead(job: Job, step: int) -> None:
 
 
 def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
-    """Return the step's scored groups, the backlog after it, and counts of dropped groups.
+    """Return the step's scored groups, the backlog after it, and dropped group counts.
 
-    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose advantages are all 0 are replaced from
-    further rollouts, at most algorithm.dynamic_sampling_tries of them. Each rollout judges the groups again, over all
-    groups so far.
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose advantages are all 0 are replaced using at
+    most algorithm.dynamic_sampling_tries further rollouts. Each rollout judges the groups again, across all groups so
+    far.
     """
     config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
@@ -118,7 +117,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
         backlog = backlog.drawn_up_to(config.rollout.num_started(wanted), job.draw, seen)
-        if not backlog.groups:  # the data set is small and already drawn
+        if not backlog.groups:  # the dataset is small and already drawn
             break
         seen |= {group.prompt.id for group in backlog.groups}
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
@@ -152,7 +151,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
 
 
 def update(job: Job, policy: Policy, batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
-    """Run the optimizer steps of one rollout, one per mini-batch. Return {} without batches."""
+    """Run the rollout's optimizer steps, one per mini-batch. Return {} without batches."""
     if not batches:
         return {}
     with job.timers("update"):
@@ -167,7 +166,7 @@ def after_update(
     batches: Sequence[Sequence[PackedBatch]],
     metrics: StepMetrics,
 ) -> None:
-    """Add to the step's metrics, log warnings, and set the KL weight, precision and reference of the next step.
+    """Add step metrics, log warnings, and set the next step's KL weight, precision and reference.
 
     `batches` is empty if the step trained nothing.
     """
@@ -202,7 +201,7 @@ def after_update(
 
 @contextmanager
 def logged(job: Job, step: int, groups: Sequence[Group], metrics: StepMetrics) -> Iterator[None]:
-    """Log the samples and metrics of `step` after the block, even if the block fails. The step's time ends here."""
+    """Log `step`'s samples and metrics after the block, even if the block fails. The step's time ends here."""
     try:
         yield
     finally:

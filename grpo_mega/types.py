@@ -21,13 +21,13 @@ StepMetrics = dict[str, float]  # metrics of one step, with names like paths: "r
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a data set, rendered and tokenised.
+    """One dataset row, rendered and tokenised.
 
     `prefill` is the text that the chat template already wrote into the assistant's turn (for example "<think>\\n"). It
     is part of `text` and `token_ids`, and format rewards score it together with the response.
     """
 
-    id: int  # index in the data set; with (seed, step, sample index) it sets the random stream of a rollout
+    id: int  # dataset index; with (seed, step, sample index) it sets a rollout's random stream
     text: str
     token_ids: tuple[int, ...]
     answer: str
@@ -46,15 +46,15 @@ class Prompt:
 
 
 class Turn(NamedTuple):
-    """A prompt as the data order draws it: once in every epoch of its set."""
+    """One draw of a prompt, with its dataset and epoch."""
 
     prompt: Prompt
-    source: int = 0  # index of its set; each set counts its epochs separately
+    source: int = 0  # dataset index; each dataset counts its epochs separately
     epoch: int = 0
 
 
 class Span(NamedTuple):
-    """Response tokens `start` to `end` - 1, generated in one phase by the policy of `version`."""
+    """Response tokens `start` to `end` - 1, generated in one phase using policy `version`."""
 
     version: int
     start: int
@@ -62,10 +62,9 @@ class Span(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The tokens that the response follows from `start` on, instead of the prompt and the earlier response.
+    """A rewritten history: from response token `start` on, the model saw `token_ids` instead of prompt and response.
 
-    An agent or a chat template may rewrite the history of a conversation, for example remove the thinking of earlier
-    turns.
+    An agent or a chat template may rewrite a conversation's history, for example remove the thoughts in earlier turns.
     """
 
     start: int  # index of a response token
@@ -73,7 +72,7 @@ class Context(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Response tokens `start` to `end` - 1, and the tokens that they follow. A segment is one row of a micro-batch."""
+    """Response tokens `start` to `end` - 1, and their context tokens. A segment is one micro-batch row."""
 
     context_ids: tuple[int, ...]
     start: int
@@ -86,17 +85,17 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts that an engine used for the tokens of a sample, from the first token on; see rollout/routes.py."""
+    """The experts that an engine used for a sample's tokens, from the first token on; see rollout/routes.py."""
 
     experts: NDArray[Any]  # [tokens, MoE layers, experts per token] uint8 or uint16
     checksum: int  # CRC-32 of the experts' bytes, computed by the recording engine
-    # The rank that has the experts. Other ranks have the array's shape until they get the experts of the samples that
-    # they train. None: every rank has them.
+    # The rank that holds the experts. Other ranks hold an array with the same shape until they receive the experts for
+    # the samples that they train. None: every rank holds them.
     rank: int | None = None
 
 
 def unknown_expert(dtype: Any) -> int:
-    """Return the id of an expert that was not recorded: the largest number of the numpy or torch type."""
+    """Return the id for an unrecorded expert: the largest number in the numpy or torch type."""
     return int(2 ** (8 * dtype.itemsize) - 1)
 
 
@@ -104,12 +103,12 @@ def unknown_expert(dtype: Any) -> int:
 class Sample:
     """One response to a prompt, with its log-probs, scores and advantages. It may be unfinished (partial rollouts).
 
-    `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"). That token
-    is part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled,
-    before top-p and top-k. Both are lists on the rank that generated the sample, and arrays once all ranks share it.
+    `response_ids` ends with the end-of-sequence token when the model stopped by itself (finish_reason "stop"). The loss
+    includes that token. `rollout_logprobs` contains one entry per response token, temperature-scaled, before top-p and
+    top-k. Both are lists on the rank that generated the sample, and arrays after all ranks share it.
 
-    The response of a conversation also has tokens that the policy did not sample: tool results, and separators of the
-    chat template. They have log-prob 0, and no loss, mean or count of the algorithm includes them.
+    A conversation's response also contains tokens that the policy did not sample: tool results and chat template
+    separators. Their log-prob is 0, and they are excluded from losses, means and counts.
     """
 
     prompt: Prompt
@@ -117,17 +116,17 @@ class Sample:
     response_ids: Sequence[int]
     rollout_logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None: unfinished, to be continued
-    spans: Sequence[Span] = ()  # spans of the whole response, in order
+    spans: Sequence[Span] = ()  # in order; they cover the whole response
     scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores
     step_ends: list[int] = field(default_factory=list)  # index of each step's last response token, ascending
-    step_rewards: list[float] = field(default_factory=list)  # weighted reward of each step
+    step_rewards: list[float] = field(default_factory=list)  # weighted reward per step
     advantages: Tensor | None = None  # [response_len] float32, 0 on tokens that are not sampled
     old_logprobs: list[float] | None = None  # only for logged samples, after the update; 0 on tokens not sampled
-    # Routes of prompt and response without the last token, if they are replayed; never with contexts.
+    # Routes for prompt and response without the last token, when replayed; never with contexts.
     routes: Routes | None = None
-    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
+    sampled: Sequence[tuple[int, int]] = ()  # (start, end) per turn that the policy sampled, ascending; (): all
     contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
     messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
 
@@ -144,12 +143,12 @@ class Sample:
 
     @property
     def first_version(self) -> int:
-        """Return the policy version of the first token. It is also the step that seeds the sample's random stream."""
+        """Return the first token's policy version. It is also the step that seeds the sample's random stream."""
         return self.spans[0].version
 
     @property
     def policy_version(self) -> int:
-        """Return the policy version of the last token."""
+        """Return the last token's policy version."""
         return self.spans[-1].version
 
     @property
@@ -158,17 +157,17 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of response tokens that the policy sampled."""
+        """Count response tokens that the policy sampled."""
         return sum(end - start for start, end in self.sampled) if self.sampled else self.response_len
 
     @property
     def num_turns(self) -> int:
-        """Return the number of turns that the policy sampled."""
+        """Count turns that the policy sampled."""
         return len(self.sampled) or min(1, self.response_len)
 
     @property
     def last_turn(self) -> int:
-        """Return the index of the first response token of the last turn. Answers are read from this turn."""
+        """Return the last turn's first index in the response. Answers are read from this turn."""
         return self.sampled[-1][0] if self.messages is not None and self.sampled else 0
 
     @property
@@ -178,11 +177,11 @@ class Sample:
 
     @property
     def total_len(self) -> int:
-        """Return the number of tokens that the trainer computes: contexts and response, over all segments."""
+        """Count tokens that the trainer computes: contexts and response, across all segments."""
         return sum(segment.num_tokens for segment in self.segments())
 
     def segments(self) -> list[Segment]:
-        """Return the parts of the response, in order. There is one, unless a history was rewritten."""
+        """Return the response's segments in order. There is one, unless a history was rewritten."""
         contexts = list(self.contexts)
         if not contexts or contexts[0].start > 0:
             contexts.insert(0, Context(0, self.prompt.token_ids))
@@ -192,7 +191,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """All samples of one prompt, in the order of their index, or the samples started so far (partial rollouts)."""
+    """All samples for one prompt, ordered by index, or the samples started so far (partial rollouts)."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -202,12 +201,12 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of response tokens, sampled or not."""
+        """Count response tokens, sampled or not."""
         return sum(sample.response_len for sample in self.samples)
 
     @property
     def oldest_version(self) -> int | None:
-        """Return the oldest policy version that generated a part of the group; None if nothing is generated yet."""
+        """Return the oldest policy version in the group; None if nothing is generated yet."""
         return min((sample.first_version for sample in self.samples), default=None)
 
 
@@ -233,11 +232,10 @@ class LossVectors:
 class PackedBatch(LossVectors):
     """One micro-batch: the segments of several samples end to end, then padding, in one row of T tokens.
 
-    With context parallelism a row is this rank's part: two chunks of every segment (see batching/layout.py).
+    With context parallelism a row is this rank's part: two chunks per segment (see batching/layout.py).
 
     Per-token arrays are aligned to the position that *predicts*: entry t belongs to `targets[t]`, the token after
-    `tokens[t]`. The last position of every segment predicts nothing (loss_mask 0). Padding, if any, is the last
-    segment.
+    `tokens[t]`. Each segment's last position predicts nothing (loss_mask 0). Padding, if any, is the last segment.
     """
 
     tokens: Tensor  # [T] int64
@@ -245,10 +243,10 @@ class PackedBatch(LossVectors):
     position_ids: Tensor  # [T] int64, from 0 in every segment
     cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens of this rank
     sample_indices: list[int]  # step-wide index of each segment's sample, without padding
-    segment_numbers: list[int]  # position of each segment in its sample (Sample.segments), without padding
-    lengths: list[int]  # tokens per segment over all context-parallel ranks, without padding
-    # With shared prompts, per segment: index of the shared segment with all prompt tokens but the last, after the
-    # segments of all samples. It is -1 if the segment has its whole context.
+    segment_numbers: list[int]  # each segment's position in its sample (Sample.segments), without padding
+    lengths: list[int]  # tokens per segment across all context-parallel ranks, without padding
+    # With shared prompts, per segment: index of the shared segment that holds all prompt tokens but the last, after all
+    # samples' segments. It is -1 if the segment holds its whole context.
     shared_prompt_segments: list[int] | None = None
     cp_size: int = 1  # number of ranks that share the row
     cp_rank: int = 0

@@ -94,14 +94,12 @@ def test_the_token_budget_is_per_context_parallel_rank(tmp_path: Path) -> None:
     """A sample of 2,045 tokens is padded to 4 * 512. Each of two ranks has 1,024 of them."""
     overrides = ["data.max_prompt_length=1021", "rollout.max_response_length=1024", "layout.cp=2"]
     assert load(tmp_path, [*overrides, "batch.tokens_per_micro_batch=1024"]).layout.num_trainers == 2
-    with pytest.raises(ConfigError, match=r"= 2045 over layout.cp=2 ranks; raise it to at least 1024"):
+    with pytest.raises(ConfigError, match=r"2045 .*layout.cp=2 .* 1024"):
         load(tmp_path, [*overrides, "batch.tokens_per_micro_batch=1023"])
 
 
 def test_dropped_tokens_cannot_be_replayed(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout\.routing_replay=true conflicts with model\.router\.capacity_factor=2"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.routing_replay=true .*model\.router\.capacity_factor=2"):
         load(tmp_path, ["model.router.capacity_factor=2", "rollout.routing_replay=true"])
 
 
@@ -150,9 +148,9 @@ def test_a_section_of_a_recipe_keeps_keys_that_are_not_given(tmp_path: Path) -> 
 
 
 def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gdpo normalises several rewards, but"):
+    with pytest.raises(ConfigError, match=r"gdpo .*several rewards"):
         load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}]"])
-    with pytest.raises(ConfigError, match="gdpo adds rewards, but 'format' multiplies them; leave multiplies out"):
+    with pytest.raises(ConfigError, match=r"gdpo .*'format' .*; leave multiplies out"):
         load(
             tmp_path,
             ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}, {name: format, multiplies: true}]"],
@@ -513,18 +511,18 @@ def test_every_rule_names_keys_and_their_values(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_place_of_a_config_is_an_error_with_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r": is a folder; name a YAML file$"):
+    with pytest.raises(ConfigError, match=r"; name a YAML file$"):
         config.load(tmp_path)
     (tmp_path / "config.json").touch()
-    with pytest.raises(ConfigError, match=r"it is a model, so write a config for it by `grpo-mega init .* DATA`"):
+    with pytest.raises(ConfigError, match=r"`grpo-mega init .* DATA`"):
         config.load(tmp_path)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"name the config in it, .*/config\.yaml$"):
+    with pytest.raises(ConfigError, match=r"; .*/config\.yaml$"):
         config.load(tmp_path)
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: No such file or directory; name an existing YAML file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: .*; name an existing"):
         config.load(tmp_path / "none.yaml")
 
 
@@ -540,7 +538,5 @@ def test_steps_to_trace_are_one_or_a_range(given: object, steps: list[int]) -> N
 
 @pytest.mark.parametrize("given", ["0", "4-2", "-1", "3-", "three", "1,2", True])
 def test_steps_to_trace_that_are_neither_are_refused(given: object) -> None:
-    with pytest.raises(
-        ValueError, match=f"log.profile='{given}' is neither a step nor a range of steps; give it like 3 or 3-4"
-    ):
+    with pytest.raises(ValueError, match=f"log.profile='{given}' .*3 or 3-4"):
         config.LogConfig(profile=given)  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ def test_cpus_prefer_python_3_11_and_gpus_3_12(
 
 def test_a_chosen_interpreter_is_taken_and_its_size_said(tmp_path: Path) -> None:
     result, calls = ensure(tmp_path, ALL, PYTHON="python3.13")
-    assert calls[0].startswith("3.13 ") and "3 GB, because torch for Python 3.13 comes" in result.stderr
+    assert calls[0].startswith("3.13 ") and "3 GB" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_set_two_has_an_environment_of_its_own_and_continues_set_one(tmp_path: P
 def test_a_machine_without_python_3_12_says_that_set_two_was_not_run(tmp_path: Path) -> None:
     result, calls = ensure(tmp_path, {"python3": "3.11", "python3.13": "3.13"}, f"bash {tmp_path}/.ci/run second")
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "set two was not run, because this machine has no Python 3.12\n" and len(calls) == 1
+    assert "no Python 3.12" in result.stdout and result.stdout.count("\n") == 1 and len(calls) == 1
 
 
 def test_a_python_3_12_of_pyenv_is_found_behind_a_shim_that_fails(tmp_path: Path) -> None:

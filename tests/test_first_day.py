@@ -20,8 +20,8 @@ BENCHMARK = {"section": "mfu", "case": "4B, bf16", "name": "MFU", "unit": "%", "
 STEP = {"seconds/step": 2.0, "mismatch/k3": 0.001, "grad_norm": 0.5, "reward/mean": 0.25}
 
 
-def report(folder: Path, metrics: list[dict[str, Any]], **codes: int) -> tuple[int, dict[str, Any], str]:
-    """Write the files of a first day and run the report. Return its exit code, JSON and Markdown."""
+def report(folder: Path, metrics: list[dict[str, Any]], **codes: int) -> tuple[int, dict[str, Any]]:
+    """Write the files of a first day and run the report. Return its exit code and JSON."""
     (folder / "run").mkdir(parents=True)
     parts = [{"name": name, "code": code, "seconds": 7} for name, code in codes.items()]
     (folder / "steps.jsonl").write_text("".join(json.dumps(part) + "\n" for part in parts))
@@ -35,21 +35,22 @@ def report(folder: Path, metrics: list[dict[str, Any]], **codes: int) -> tuple[i
     (folder / "plan.log").write_text("note: a line\n" + json.dumps({"step_seconds": 1.0}, indent=1) + "\n")
     command = [sys.executable, str(ROOT / "tools" / "first_day_report.py"), str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
-    return result.returncode, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+    found = json.loads((folder / "report.json").read_text())
+    page = (folder / "report.md").read_text()
+    assert all(row["name"] in page for row in found["rows"])
+    return result.returncode, found
 
 
 def test_every_value_is_reported_with_its_target(tmp_path: Path) -> None:
-    code, found, text = report(tmp_path, [{"epoch": 0}, STEP, STEP | {"reward/mean": 0.5}], install=0, train=0)
+    code, found = report(tmp_path, [{"epoch": 0}, STEP, STEP | {"reward/mean": 0.5}], install=0, train=0)
     assert code == 0 and found["failed"] == [] and found["card"] == "H100"
-    assert "| parts | install | code 0, 7 s | code 0 | met |" in text
-    assert "| run | largest mismatch/k3, nats per token | 0.001 | at most 0.01 | met |" in text
-    assert "| run | reward, first to last | 0.250 to 0.500 |  |  |" in text
-    assert "| speed | median step, s | 2 | at most 1.5 x the plan's 1.0 | **missed** |" in text, (
-        "a slow card does not fail"
-    )
-    assert "| mfu | MFU, 4B, bf16 | 41.25 % | at least 40 % | met |" in text
-    assert "| mfu | MFU, 4B, bf16 | none here | at least 40 % |  |" in text
-    assert "say nothing about a card" not in text
+    rows = {row["name"].partition(",")[0]: row for row in found["rows"]}
+    assert rows["install"]["met"]
+    assert rows["largest mismatch/k3"]["met"] and rows["largest mismatch/k3"]["value"] == 0.001
+    assert rows["reward"]["value"] == "0.250 to 0.500" and rows["reward"]["met"] is None
+    assert rows["median step"]["value"] == 2 and rows["median step"]["met"] is False, "a slow card does not fail"
+    speeds = [(row["value"], row["met"]) for row in found["rows"] if row["part"] == "mfu"]
+    assert speeds == [("41.25 %", True), ("none here", None)]
 
 
 def commands_of(folder: Path, extras: str, *arguments: str) -> list[str]:
@@ -118,22 +119,20 @@ def test_two_runs_have_the_same_bits_only_if_every_figure_is_equal(tmp_path: Pat
         result = subprocess.run([*command, "--same", str(tmp_path / name)], capture_output=True, text=True)
         return result.returncode, result.stdout
 
-    assert compared("times") == (0, "both runs have the same figures\n")
-    assert compared("bits") == (1, "step 1: grad_norm is 0.5 and 0.5000000001\n")
-    assert compared("none") == (1, "steps: 1 and 0; both runs must have the same number, at least 1\n")
+    assert compared("times")[0] == 0
+    code, text = compared("bits")
+    assert code == 1 and "step 1: grad_norm" in text and "0.5000000001" in text
+    code, text = compared("none")
+    assert code == 1 and "steps: 1 and 0" in text
 
 
 def test_failed_parts_and_broken_rules_of_the_run_end_in_code_1(tmp_path: Path) -> None:
-    code, found, text = report(tmp_path / "a", [STEP, STEP | {"mismatch/k3": 0.2}], install=0, tests=1, train=0)
-    assert code == 1 and found["failed"] == ["tests", "largest mismatch/k3, nats per token"]
-    code, found, _ = report(tmp_path / "b", [STEP | {"grad_norm": 0.0}], train=0)
-    assert code == 1 and found["failed"] == ["steps with a gradient"]
-    code, found, text = report(tmp_path / "c", [], train=2)
-    assert (
-        code == 1
-        and found["failed"] == ["train", "steps"]
-        and "| run | steps | none | at least 1 | **missed** |" in text
-    )
+    code, found = report(tmp_path / "a", [STEP, STEP | {"mismatch/k3": 0.2}], install=0, tests=1, train=0)
+    assert code == 1 and len(found["failed"]) == 2 and found["failed"][0] == "tests" and "k3" in found["failed"][1]
+    code, found = report(tmp_path / "b", [STEP | {"grad_norm": 0.0}], train=0)
+    assert code == 1 and len(found["failed"]) == 1 and "gradient" in found["failed"][0]
+    code, found = report(tmp_path / "c", [], train=2)
+    assert code == 1 and found["failed"] == ["train", "steps"]
 
 
 @pytest.mark.parametrize(
@@ -172,5 +171,4 @@ def test_the_whole_day_on_emulated_kernels(tmp_path: Path) -> None:
     parts = [row["name"] for row in found["rows"] if row["part"] == "parts"]
     assert parts == ["install", "tests", "benchmarks", "plan", "train", "html"]
     assert {row["part"] for row in found["rows"]} >= {"run", "speed", "mfu", "logprobs", "engine", "step"}
-    assert "these figures say nothing about a card" in (out / "report.md").read_text()
     assert (out / "run" / "report.html").exists() and (out / "run" / "hf").is_dir()

@@ -165,9 +165,9 @@ def test_a_failed_case_is_named_and_other_cases_still_run(tmp_path: Path) -> Non
     (tmp_path / "worker.py").write_text(CASES_OF_RANKS)
     found = launch(tmp_path / "worker.py", 2, tmp_path)
     assert list(found) == ["fails", "passes", "ends", "is the last"]
-    assert any("one rank fails while the other waits" in line for line in found["fails"])
+    assert any("one rank fails" in line for line in found["fails"])
     assert found["passes"] == found["is the last"] == []
-    assert any("rank 0 ended inside this case" in line for line in found["ends"])
+    assert any("rank 0 ended" in line for line in found["ends"])
 
 
 CHOSEN = """

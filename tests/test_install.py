@@ -109,10 +109,7 @@ def test_the_extra_alone_builds_no_extension() -> None:
 
 def test_another_option_is_refused_before_anything_is_installed() -> None:
     result = subprocess.run(["bash", str(SCRIPT), "--cpu"], capture_output=True, text=True)
-    assert (
-        result.returncode == 1
-        and result.stderr == "install_gpu.sh: error: --cpu is not known; the only option is --dry-run\n"
-    )
+    assert result.returncode == 1 and "error: --cpu " in result.stderr and result.stderr.count("\n") == 1
 
 
 def install(
@@ -177,7 +174,7 @@ def test_the_extension_is_compiled_with_the_headers_of_pips_cudnn(tmp_path: Path
 
 def test_missing_headers_are_reported_before_the_compilation(tmp_path: Path) -> None:
     result, calls = install(tmp_path, headers="nccl")
-    assert result.returncode == 1 and "cudnn/include/cudnn.h is not there" in result.stderr
+    assert result.returncode == 1 and "cudnn/include/cudnn.h" in result.stderr
     assert len(calls) == 1, calls
 
 

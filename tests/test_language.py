@@ -1,14 +1,13 @@
-"""Code and documentation are written in the plain English of the field: words that are rare, and forms that are not
-used.
-"""
+"""Limits on the shape of code and documentation: lengths, docstrings and comments."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
-
-from tests.helpers import english
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("grpo_mega", "tools", "examples", "slurm", "tests", ".github", ".ci")
@@ -21,34 +20,33 @@ FILES = sorted(
     and path.name != "test_language.py"
     and "__pycache__" not in path.parts
 )
-PROGRAM = '''"""Those which begin."""
-which = "what which"  # of those beside it
-raise ValueError("those of its own", f"{which} which is what those say")
-'''
+TRAILING = re.compile(r"(of|and|as|those|the same)\b")  # such a comment needs the code to its left
+NUM_WORDS = 24_000  # in all Markdown files
 
 
-def test_plain_english_needs_few_of_these_words() -> None:
-    found = english.ratios([path for path in FILES if path.suffix in english.SUFFIXES])
-    for pattern, ratio in found.items():
-        print(f"{pattern}: {ratio:.1f} per 10,000 words, at most {english.LIMITS[pattern]}")
-    assert all(ratio <= english.LIMITS[pattern] for pattern, ratio in found.items())
+def trailing_comments(text: str) -> Iterator[str]:
+    """Yield "LINE: COMMENT" for each trailing comment in a Python file that is not a complete thought."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline if "#" in text else lambda: ""):
+        if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip():
+            comment = token.string.lstrip("# ")
+            if TRAILING.match(comment):
+                yield f"{token.start[0]}: {comment}"
 
 
 def test_trailing_comments_are_complete_thoughts() -> None:
     files = [path for path in FILES if path.suffix == ".py"]
-    wrong = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in english.trailing_comments(path)]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}" for path in files for line in trailing_comments(path.read_text("utf-8"))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_words_are_counted_where_they_are_prose(tmp_path: Path) -> None:
-    """Neither names, short strings, nor code in Markdown count."""
-    path = tmp_path / "a.py"
-    path.write_text(PROGRAM)
-    assert [*english.count([path])[1].values()] == [4, 2, 1, 1, 1, 1]
-    assert english.trailing_comments(path) == ["2: of those beside it"]
-    path = tmp_path / "a.md"
-    path.write_text("Those\n```\nwhich\n```\n`what` which\n")
-    assert [*english.count([path])[1].values()] == [1, 1, 0, 0, 0, 0]
+def test_a_trailing_comment_that_needs_its_code_is_found() -> None:
+    assert [*trailing_comments('# of a\ntext = "# of b"  # of those beside it\n')] == ["2: of those beside it"]
+
+
+def test_markdown_has_at_most_24_000_words() -> None:
+    assert sum(len(path.read_text("utf-8").split()) for path in FILES if path.suffix == ".md") <= NUM_WORDS
 
 
 def test_docstrings_are_sentences() -> None:
@@ -82,7 +80,7 @@ def test_files_have_at_most_450_lines_and_functions_60() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_words_are_looked_for_in_all_of_the_project() -> None:
+def test_all_folders_of_the_project_are_checked() -> None:
     assert len(FILES) > 400
     assert {path.relative_to(ROOT).parts[0] for path in FILES} >= {
         "README.md",

@@ -78,9 +78,7 @@ def test_an_error_in_one_line_if_no_folder_supports_sockets(tmp_path: Path, monk
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(processes, "_bases", lambda: [long, tmp_path / "file", tmp_path / "none"])
-    with pytest.raises(
-        ConfigError, match=r"TMPDIR=.*x: no folder takes a Unix socket \(.*; set TMPDIR to a writable"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"TMPDIR=.*x: .*\(.*; set TMPDIR") as error:
         processes.make_folder()
     for reason in ("too long", "Not a directory", "No such file"):
         assert reason in str(error.value)
@@ -95,7 +93,7 @@ def test_only_folders_of_dead_processes_on_this_host_are_removed(short: Path) ->
     (left / "pymp-1").mkdir()
     dead.send_signal(signal.SIGKILL)
     dead.communicate()
-    other_host, kept = short / "grpo-mega-000000-12345678", short / f"{processes._prefix()}kept"
+    other_host, kept = short / "grpo-mega-000000-12345678", short / f"{left.name.rpartition('-')[0]}-kept"
     for folder in (other_host, kept):
         folder.mkdir(mode=0o700)
     (kept / processes.KEEP).touch()

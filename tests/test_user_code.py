@@ -108,12 +108,12 @@ def test_a_missing_module_or_file_is_named_with_the_folders(
 @pytest.mark.parametrize("name", ["mine.{}", "mine.py:{}"])
 def test_what_cannot_be_imported_is_one_line_with_the_reason(name: str, write: Write) -> None:
     path = write("here/mine.py", "")
-    with pytest.raises(ConfigError, match=r"has no function g; check the name"):
+    with pytest.raises(ConfigError, match=" g; check the name"):
         load_function(name.format("g"), None)
     sys.modules.pop("mine", None)
     sys.modules.pop(f"file:{path.with_suffix('')}", None)
     path.write_text("raise ValueError('broken')")
-    with pytest.raises(ConfigError, match=r"importing mine.* failed with ValueError: broken"):
+    with pytest.raises(ConfigError, match=r"mine.* ValueError: broken"):
         load_function(name.format("f"), None)
 
 

@@ -300,9 +300,9 @@ def _pack_one(
 
 
 def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor, boundaries: list[int]) -> list[int]:
-    """Append each prompt without its last token once, after all samples. Return each row's trunk (see PackedBatch).
+    """Append each shared prompt (all but its last token) after the samples. Return, per row, its shared segment or -1.
 
-    `samples` has the sample of each row.
+    `samples` contains each row's sample.
     """
     segment_of: dict[int, int] = {}
     for prompt in {sample.prompt.id: sample.prompt for sample in samples if shares_prompt(sample)}.values():

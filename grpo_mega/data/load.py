@@ -289,8 +289,8 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     for prompt in (p for prompts in sets for p in prompts if p.id in rates):
         if rates[prompt.id].hash != text_hash(prompt.undated or prompt.text):
             raise ConfigError(
-                f"data.pass_rates={config.pass_rates} is of other prompts: the text of prompt {prompt.id} is not the"
-                " one that was evaluated; evaluate this data.train, with this model's chat template and system prompt"
+                f"data.pass_rates={config.pass_rates} was computed for different prompts (prompt {prompt.id} differs);"
+                " evaluate this data.train again, using this model's chat template and system prompt"
             )
         rate_of[prompt.id] = rates[prompt.id].rate
     if not rate_of:

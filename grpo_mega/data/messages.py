@@ -1,4 +1,4 @@
-"""One form of chat messages and tool schemas, whoever wrote them: rows of data sets and clients of agents.
+"""One form for chat messages and tool schemas, whoever wrote them: dataset rows and agents' clients.
 
 Arguments of calls are values, also if they were JSON text, as in OpenAI's form. A thought has all the names that
 templates read. Keys of null are absent, except for arguments and for the defaults of schemas. In a columnar format all

@@ -1,8 +1,8 @@
-"""Read the rows of a data set, and turn them into messages and gold answers. `read_rows(path)` accepts
+"""Read dataset rows, and turn them into messages and gold answers. `read_rows(path)` accepts
 
 - a file: .jsonl (one object per line), .json (a list of objects) or .parquet;
 - a folder of such files, or a folder saved by `datasets`: "folder" or "folder@split" (JSON is read as from a file);
-- a data set on the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
+- a dataset on the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
 
 The default split is "train". The index of a row is its place in the set from 0 (in JSONL its line, counting blank
 lines), so it stays the same when rows are dropped later. Raises ConfigError with the place and the remedy if a set
@@ -76,10 +76,10 @@ class Conversation:
 
 
 def read_conversations(source: DataSource, config: DataConfig) -> list[Conversation]:
-    """Return the conversations of a data set, in order. Raises ConfigError for the first bad row."""
+    """Return a dataset's conversations, in order. Raises ConfigError for the first bad row."""
     rows = list(read_rows(source.path))
     if not rows:
-        raise ConfigError(f"data set {source.path} is empty; it needs one row per prompt")
+        raise ConfigError(f"dataset {source.path} is empty; it needs one row per prompt")
     prompt_column, answer_column = find_columns(
         rows[0], source.prompt_column or config.prompt_column, source.answer_column or config.answer_column
     )
@@ -102,10 +102,10 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
 
 
 def read_demonstrations(source: DataSource, config: DataConfig) -> list[Conversation]:
-    """Return the chats of a data set for sft, in order. Raises ConfigError for the first row that trains nothing."""
+    """Return a dataset's chats for sft, in order. Raises ConfigError for the first row that trains nothing."""
     rows = list(read_rows(source.path))
     if not rows:
-        raise ConfigError(f"data set {source.path} is empty; it needs one row per chat")
+        raise ConfigError(f"dataset {source.path} is empty; it needs one row per chat")
     chats, completions, prompts = config.messages_column, config.completion_column or "", ""
     if chats is None and not completions and MESSAGES_COLUMN in rows[0].values:
         chats = MESSAGES_COLUMN
@@ -136,16 +136,16 @@ def read_demonstrations(source: DataSource, config: DataConfig) -> list[Conversa
 
 
 def read_rows(path: str) -> Iterator[DataRow]:
-    """Yield the rows of a data set, in order."""
+    """Yield dataset rows, in order."""
     if path.startswith("hub:"):
         return _read_hub(path)
     folder, split = _split_of(path)
     if folder.is_dir():
         return _read_folder(path, folder, split)
     if not folder.exists():
-        raise ConfigError(f"data set {path} does not exist; name a file, a folder or hub:owner/name")
+        raise ConfigError(f"dataset {path} does not exist; name a file, a folder or hub:owner/name")
     if not folder.is_file():
-        raise ConfigError(f"data set {path} is not a regular file; name a file, a folder or hub:owner/name")
+        raise ConfigError(f"dataset {path} is not a regular file; name a file, a folder or hub:owner/name")
     reader = READERS.get(Path(path).suffix)
     if reader is None:
         raise ConfigError(
@@ -180,7 +180,7 @@ def find_value(values: dict[str, Any], column: str) -> Any:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Return whether two paths name the same data set."""
+    """Return True if two paths name the same dataset."""
     if "hub:" in (one[:4], other[:4]):
         return one == other
     return _split_of(one)[1] == _split_of(other)[1] and _split_of(one)[0].resolve() == _split_of(other)[0].resolve()
@@ -365,7 +365,7 @@ def _read_folder(path: str, folder: Path, split: str) -> Iterator[DataRow]:
 def _read_hub(path: str) -> Iterator[DataRow]:
     match = _HUB.fullmatch(path)
     if match is None:
-        raise ConfigError(f"data set {path!r} is not of the form hub:owner/name[:config][@split]")
+        raise ConfigError(f"dataset {path!r} does not have the form hub:owner/name[:config][@split]")
     is_offline = http_client.use_cache_if_unreachable()
     import datasets
 
@@ -374,5 +374,5 @@ def _read_hub(path: str) -> Iterator[DataRow]:
     except Exception as error:  # datasets passes on the errors of its loaders and of the network
         remedy = "check name, config, split and network, or download it and name the folder"
         why = f"{http_client.endpoint()} is not reachable, and the cache lacks it" if is_offline else one_line(error)
-        raise ConfigError(f"data set {path} cannot be loaded ({why}); {remedy}") from None
+        raise ConfigError(f"dataset {path} cannot be loaded ({why}); {remedy}") from None
     yield from numbered_rows(path, iter(rows))

@@ -6,11 +6,11 @@ valid (Megatron's parameters, buckets and fp32 shards are views of a few large b
 once. Gradients are dropped and return as zeros. Host memory is allocated once and reused in every step. With CUDA it is
 pinned, and copies run on a separate stream. On a CPU, device and host are both RAM.
 
-Megatron's own functions fit only for gradient buffers. `MegatronOptimizer.offload_to_cpu` copies tensor by tensor into
-new pageable memory, gives fp32 master shards separate storages (they are views of fp32 weights) and does nothing
-without CUDA. `offload_to_cpu` of parameter buffers needs CUDA and does not return the freed memory to the device.
-`optimizer_cpu_offload` is for optimizer steps on the CPU (optimizer.cpu_offload). Its state is always on the host, so
-only weights and gradients move.
+You can use Megatron's offload functions only for gradient buffers. `MegatronOptimizer.offload_to_cpu` copies tensor by
+tensor into new pageable memory, gives fp32 master shards separate storages (they are views of fp32 weights) and does
+nothing without CUDA. `offload_to_cpu` of parameter buffers needs CUDA and does not return the freed memory to the
+device. `optimizer_cpu_offload` is for optimizer steps on the CPU (optimizer.cpu_offload). Its state is always on the
+host, so only weights and gradients move.
 """
 
 from __future__ import annotations

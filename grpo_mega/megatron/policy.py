@@ -110,7 +110,7 @@ class Policy:
 
     @property
     def packing(self) -> PackingSpec:
-        """Return what this rank's micro-batches must be like."""
+        """Return this rank's packing specification."""
         layout = self._runtime.layout
         return PackingSpec(
             layout.dp,

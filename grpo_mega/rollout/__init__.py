@@ -1,9 +1,9 @@
-"""Generate groups of responses with engines that hold a copy of the policy.
+"""Generate response groups using engines that hold a policy copy.
 
 From prompt to sample: train.generate -> Rollouts.generate_from (rollouts.py) -> Rollouts.generate (all ranks, until
 enough groups are done) -> Engine.generate (this rank's groups). The embedded engine decodes there. An SGLang engine
-calls Session.generate, which makes each sample with one streamed request per group.
+calls Session.generate, which streams one request per group.
 
-With RolloutRequest.conversations a sample is a conversation of an agent (sessions/). The engine starts it, samples the
-turns that it asks for, and reports its end: embedded/engine.py and sglang/turns.py.
+With RolloutRequest.conversations a sample is an agent conversation (sessions/). The engine starts it, generates the
+turns that the agent requests, and reports its end: embedded/engine.py and sglang/turns.py.
 """

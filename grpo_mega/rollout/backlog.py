@@ -1,4 +1,4 @@
-"""The backlog: groups that wait to be finished or trained, identical on every rank, and the exchange of samples.
+"""The backlog: groups that wait to be finished or trained, identical on every rank, and the sample exchange.
 
 Without partial rollouts the backlog is empty between steps, and each rollout draws its prompts. Partial rollouts
 (`rollout.partial`; APRIL, arXiv 2509.18521) stop a rollout early and keep the other groups here. The next rollout
@@ -6,30 +6,29 @@ resumes unfinished groups with the updated policy, and the next step trains comp
 ahead while a step trains (`rollout.placement=separate`) use the same backlog. Groups keep the order in which they were
 drawn, oldest first.
 
-A group is never trained if any of its tokens is from a policy more than `max_staleness` versions old. A rollout
-finishes the groups that would be too old for the next step. If there are more such groups than a step trains, a group
-restarts from its prompt and keeps its position.
+A group with a token from a policy more than `max_staleness` versions old is never trained. A rollout finishes the
+groups that would be too old for the next step. When there are more such groups than a step trains, a group restarts
+from its prompt and keeps its position.
 
-If the data draws a prompt again before its group is trained, the prompt is deferred. It is drawn as soon as it is free,
-before any new prompt. So all prompts get equally many turns, however long their responses are and however small the
-data set is.
+When a prompt is drawn again before its group is trained, it is deferred. It is drawn as soon as it is free, before any
+new prompt. So all prompts get equally many turns, however long their responses are and however small the dataset is.
 
-The ledger counts groups and response tokens since the start of the run: started = trained + carried + waiting +
-dropped. It also counts deferred prompts.
+The ledger counts groups and response tokens since the run started: started = trained + carried + waiting + dropped. It
+also counts deferred prompts.
 
-A checkpoint has the backlog as a file: arrays of the samples, and JSON in the header. A prompt is stored
-as its index in the training data and a checksum of its tokens. If the data has another prompt at this index now, its
-deferred turns and its group are dropped. The ledger counts the dropped group if it has samples.
+A checkpoint stores the backlog as a file: sample arrays, with JSON in the header. A prompt is stored as its dataset
+index and a token checksum. When the dataset now has another prompt at this index, its deferred turns and its group are
+dropped. The ledger counts the dropped group if it has samples.
 
-Ranks exchange samples as arrays and JSON. Tokens, log-probs, rewritten contexts and routes of all samples are four
-arrays, one sample after another. The other fields are one JSON object per sample. Prompts are not included, because
-every rank has them. The backlog's file has the same arrays.
+Ranks exchange samples as arrays and JSON. Four arrays hold all samples' tokens, log-probs, rewritten contexts and
+routes, one sample after another. The other fields are one JSON object per sample. Prompts are not included, because
+every rank has them. The backlog file uses the same arrays.
 
 After an exchange all ranks hold all groups, so all ranks compute the same advantages and the same packing. The arrays
 are sent in one all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the
 memory on every rank. Each rank seals its part (distributed/messages.py). A part is a safetensors file, so reading it
-runs no code. Routes are most of the bytes, and only the ranks that train a sample need them. So the routes of groups
-that are trained next stay on their rank, and `send_routes` sends them when the samples are packed.
+runs no code. Routes take most bytes, and only the ranks that train a sample need them. So routes stay on their rank for
+groups that are trained next, and `send_routes` sends them when the samples are packed.
 """
 
 from __future__ import annotations
@@ -62,22 +61,21 @@ UNITS = ("groups", "tokens")
 
 @dataclass(frozen=True)
 class Backlog:
-    """An immutable backlog. Each method returns a new one, so a failed step keeps the backlog of the step before."""
+    """An immutable backlog. Each method returns a new one, so a failed step keeps the previous backlog."""
 
-    draws: int = 0  # number of batches of prompts drawn from the data so far
+    draws: int = 0  # number of prompt batches drawn from the dataset so far
     groups: tuple[Group, ...] = ()  # oldest first; a group without samples has not started yet
     # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
     ledger: Counter[str] = field(default_factory=Counter)
-    deferred: tuple[Turn, ...] = ()  # turns drawn while their prompt was not free, in the order of drawing
+    deferred: tuple[Turn, ...] = ()  # turns drawn while their prompt was not free, in draw order
 
     def drawn_up_to(self, num_groups: int, draw: Callable[[int], Sequence[Turn]], seen: Collection[int]) -> Backlog:
-        """Draw prompts until the backlog has `num_groups` groups or the data has no free prompt. `draw(n)` returns draw
-        n.
+        """Draw prompts until the backlog has `num_groups` groups or no prompt is free. `draw(n)` returns draw n.
 
-        A prompt is free if it has no group here and its id is not in `seen`. Turns of other prompts are deferred, and
-        come first in later calls. A turn of epoch e + 2 gets no group while a turn of epoch e of the same data set is
-        deferred. If nothing is left to draw, there are fewer groups. A draw that adds no group is kept for later,
-        unless a later draw adds one.
+        A prompt is free if it has no group here and its id is not in `seen`. Other prompts' turns are deferred, and
+        come first in later calls. A turn in epoch e + 2 gets no group while a turn in epoch e is deferred for the same
+        dataset. When nothing is left to draw, there are fewer groups. If a draw adds no group, the draw counter
+        advances only after a later draw adds one.
         """
         backlog = ahead = replace(self, deferred=())._with_turns(self.deferred, seen, num_groups)
         is_ahead = False
@@ -93,7 +91,7 @@ class Backlog:
         return backlog
 
     def without_stale(self, oldest: int) -> Backlog:
-        """Discard the samples of groups that started before policy version `oldest`. The groups keep their position."""
+        """Discard samples in groups that started before policy version `oldest`. The groups keep their position."""
 
         def is_stale(group: Group) -> bool:
             return group.oldest_version is not None and group.oldest_version < oldest
@@ -102,10 +100,10 @@ class Backlog:
         return replace(self, groups=fresh).dropped("stale", list(filter(is_stale, self.groups)))
 
     def needed(self, oldest: int) -> list[int]:
-        """Return the positions of the groups that a rollout must finish.
+        """Return the positions for groups that a rollout must finish.
 
-        The next step may not train groups that started with policy version `oldest`. Groups of prompts with a deferred
-        turn must finish too, because there would be too few prompts to draw otherwise.
+        The next step may not train groups that started with policy version `oldest`. When a prompt has a deferred turn,
+        its group must finish too, because otherwise there would be too few prompts to draw.
         """
         waited_for = {turn.prompt.id for turn in self.deferred}
         return [
@@ -123,11 +121,11 @@ class Backlog:
         return replace(self, groups=(*rest, *self.groups[len(before) :]), ledger=ledger)
 
     def trained(self, groups: Sequence[Group]) -> Backlog:
-        """Count groups that were trained."""
+        """Count trained groups."""
         return self._counted("trained", "", groups)
 
     def dropped(self, reason: str, groups: Sequence[Group]) -> Backlog:
-        """Count groups that were dropped."""
+        """Count dropped groups."""
         return self._counted("dropped", f"/{reason}", groups)
 
     def metrics(self, group_size: int) -> StepMetrics:
@@ -163,8 +161,8 @@ class Backlog:
 
     @classmethod
     def read(cls, folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) -> Backlog:
-        """Return the backlog in a folder, or an empty one if it has no file. `prompt_of(id)` returns a prompt of the
-        data.
+        """Read the backlog from a directory; return an empty one if there is no file. `prompt_of(id)` returns a dataset
+        prompt.
         """
         if not (folder / FILE).exists():
             return cls(draws)
@@ -204,7 +202,7 @@ class Backlog:
 
 
 def is_early(turn: Turn, deferred: Iterable[Turn]) -> bool:
-    """Return True if `deferred` has a turn of the same data set that is at least two epochs older."""
+    """Return True if `deferred` contains a turn from the same dataset that is at least two epochs older."""
     return any(turn.source == owed.source and turn.epoch >= owed.epoch + 2 for owed in deferred)
 
 
@@ -214,7 +212,7 @@ def num_tokens(groups: Iterable[Group]) -> int:
 
 _FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards")
 _ROWS = "rows"  # name of the array with the samples' other fields as JSON
-_ROUND_BYTES = 2**28  # routes of all ranks in one exchange, because the device also holds the policy
+_ROUND_BYTES = 2**28  # all ranks' routes in one exchange, because the device also holds the policy
 
 
 def gather_samples(
@@ -225,11 +223,11 @@ def gather_samples(
     ranks: dist.ProcessGroup | None = None,
     without_routes: Collection[int] = (),
 ) -> dict[int, Group]:
-    """Return the groups of all `ranks`, by the keys of `prompts` and in their order. `groups` are this rank's groups.
+    """Gather groups from all `ranks`, keyed and ordered like `prompts`. `groups` are this rank's groups.
 
-    Verdicts that are not in `verdict_names` become "other". `name` must be unique among the exchanges of the run. The
-    routes of the groups `without_routes` stay on their rank; `ranks` must be the default group then. Raise EngineError
-    if a rank's part is not the part that the rank sent.
+    Verdicts that are not in `verdict_names` become "other". `name` must be unique across the run's exchanges. For
+    groups in `without_routes` the routes stay on their rank, and `ranks` must be the default group. Raise EngineError
+    if a rank's part is not the part that it sent.
     """
     rank, names = dist.get_rank(ranks), [f"samples of {name}, of rank {i}" for i in range(dist.get_world_size(ranks))]
     groups = dict(groups)
@@ -255,7 +253,7 @@ def gather_samples(
 
 
 def send_routes(samples: Sequence[Sample], readers: Sequence[Collection[int]], device: torch.device) -> None:
-    """Give the ranks `readers[i]` the experts of samples[i]. All ranks of the default group call it together.
+    """Send the experts for samples[i] to the ranks `readers[i]`. All ranks in the default group call it together.
 
     The arguments are the same on all ranks, except for the experts. A rank receives only experts that it lacks.
     """
@@ -282,7 +280,7 @@ def send_routes(samples: Sequence[Sample], readers: Sequence[Collection[int]], d
 
 
 def pack_groups(groups: Mapping[int, Group]) -> bytes:
-    """Return the samples of groups as bytes, with the keys of their groups."""
+    """Return the groups' samples as bytes, with the group keys."""
     samples = [sample for group in groups.values() for sample in group.samples]
     if not samples:
         return b""
@@ -293,7 +291,7 @@ def pack_groups(groups: Mapping[int, Group]) -> bytes:
 def unpack(
     parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]
 ) -> dict[int, Group]:
-    """Return the groups in the parts of all ranks. Raise EngineError if two ranks have samples of the same group."""
+    """Return the groups from all ranks' parts. Raise EngineError if two ranks have samples for the same group."""
     gathered = {key: Group(prompt, []) for key, prompt in prompts.items()}
     owners: dict[int, int] = {}
     for rank, part in enumerate(parts):
@@ -316,8 +314,8 @@ def unpack(
 
 
 def arrays_of(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
-    """Return tokens [T] int32, log-probs [T] float32 and, if there are any, the tokens of contexts (int32) and routes
-    [tokens, layers, experts per token].
+    """Return tokens [T] int32, log-probs [T] float32 and, if there are any, context tokens (int32) and routes [tokens,
+    layers, experts per token].
     """
     arrays: dict[str, NDArray[Any]] = {
         "tokens": np.fromiter(chain.from_iterable(s.response_ids for s in samples), np.int32),
@@ -353,7 +351,7 @@ def fields_of(sample: Sample) -> dict[str, Any]:
 def samples_of(
     arrays: Mapping[str, NDArray[Any]], rows: Iterable[tuple[Prompt, Mapping[str, Any]]]
 ) -> Iterator[Sample]:
-    """Yield the samples. `rows` has the prompt and fields of each, in the order of the arrays.
+    """Yield the samples. `rows` contains each sample's prompt and fields, in array order.
 
     Raise ValueError if the lengths differ.
     """
@@ -383,7 +381,7 @@ def samples_of(
 
 
 def _rounds(num_bytes: Mapping[int, int]) -> list[list[int]]:
-    """Split the keys into runs of at most _ROUND_BYTES, or of one key."""
+    """Split the keys into runs up to _ROUND_BYTES, at least one key each."""
     rounds: list[list[int]] = []
     total = _ROUND_BYTES
     for key, size in num_bytes.items():

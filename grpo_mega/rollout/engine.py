@@ -1,13 +1,13 @@
-"""The interface of an engine, embedded or a server, and of one request for samples, with the order of its samples.
+"""The engine interface, embedded or a server, and one sample request, with its sample order.
 
-An engine holds a copy of the policy in its own layout. Only weight syncs fill it; `version` is the version of that
-policy. Inputs and outputs are token ids, never text. An engine may span several ranks. All ranks call every method
-together, but `generate` may return at once on a rank that drives no engine.
+An engine holds a policy copy in its own layout. Only weight syncs fill it; `version` is that policy's version. Inputs
+and outputs are token ids, never text. An engine may span several ranks. All ranks call every method together, but
+`generate` may return at once on a rank that drives no engine.
 
 Samples run group by group, or the longest first (Seer, arXiv 2511.14617). A phase lasts as long as its slowest sample,
 so long responses must not start last. Lengths are not known in advance, but they are similar within a group. So one
-sample of each group starts first, as a probe. The other samples follow in the order of their group's longest sample so
-far. The order does not change any sampled token.
+sample per group starts first, as a probe. The other samples follow, ordered by their group's longest sample so far. The
+order does not change any sampled token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. `temperature` 0 means greedy decoding, with log-probs at temperature 1."""
+    """Sampling parameters. `temperature` 0 means greedy decoding, with log-probs at temperature 1."""
 
     group_size: int
     temperature: float
@@ -46,27 +46,27 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    vocab_size: int = 1 << 31  # number of the model's token ids
-    with_routes: bool = False  # record the experts of each token, see routes.py
+    vocab_size: int = 1 << 31  # number of token ids in the model
+    with_routes: bool = False  # record each token's experts, see routes.py
     longest_first: bool = False  # the order in which samples start (Schedule); does not change any sample
 
 
 def token_checksum(token_ids: Sequence[int]) -> int:
-    """Return the CRC-32 of tokens. It identifies a prompt's text, and seeds the turn that follows a context."""
+    """Return the tokens' CRC-32. It identifies a prompt's text, and seeds the turn that follows a context."""
     return zlib.crc32(np.asarray(token_ids, np.int64).tobytes())
 
 
 class StopCondition:
-    """Met when at least `wanted` groups and all groups in `needed` are done over all ranks. All ranks construct it
+    """Met when at least `wanted` groups and all groups in `needed` are done across ranks. All ranks construct it
     together.
 
-    `clock` is the engine's measure of progress in this phase. It advances equally on all ranks: the embedded engine
-    counts its sequential decoding steps, so the first groups do not depend on the speed of a rank. A server has no such
-    clock. Its groups have clock 0, and any `wanted` of them count as the first.
+    `clock` measures the engine's progress in this phase. It advances equally on all ranks: the embedded engine counts
+    its sequential decoding steps, so the first groups do not depend on a rank's speed. A server has no such clock. Its
+    groups have clock 0, and any `wanted` groups count as the first.
     """
 
     def __init__(self, rendezvous: Rendezvous, wanted: int, needed: Collection[int] = ()) -> None:
-        """`needed`: prompt indices of groups that must be done before the phase ends."""
+        """`needed`: prompt indices whose groups must be done before the phase ends."""
         self.clocks: dict[int, int] = {}  # clock when this rank finished each group, keyed by prompt index
         # Clock when this rank started or continued each sample, keyed by prompt index and sample index. Empty without a
         # clock.
@@ -89,8 +89,8 @@ class StopCondition:
     def is_met(self, clock: int = 0) -> bool:
         """Return True if the engine must stop its running samples. The call is cheap enough to repeat for every token.
 
-        A rank may continue for a while before it learns of other ranks' groups. The delay does not change the choice of
-        groups.
+        A rank may continue for a while before it sees other ranks' groups. The delay does not change which groups are
+        chosen.
         """
         while (text := self._rendezvous.try_get(f"{self._name}/{len(self._known)}")) is not None:
             done_at, prompt_index = map(int, text.split())
@@ -99,9 +99,7 @@ class StopCondition:
         return end is not None and end <= clock
 
     def end(self, done: Collection[tuple[int, int]]) -> int | None:
-        """Return the clock at which the phase ends, from (clock, prompt index) of the done groups; None if it
-        continues.
-        """
+        """Return the clock at which the phase ends, from (clock, prompt index) per done group; None if it continues."""
         first = sorted(clock for clock, _ in done)[: self._wanted]
         needed = [clock for clock, prompt_index in done if prompt_index in self._needed]
         if len(first) < self._wanted or len(needed) < len(self._needed):
@@ -130,38 +128,37 @@ class StopWhenTrainersArrive(StopCondition):
 
 @dataclass
 class Usage:
-    """How a phase used the engine of this rank."""
+    """How a phase used this rank's engine."""
 
     sample_seconds: float = 0.0  # seconds in which a sample was being decoded, summed over samples
-    most_running: int = 0  # largest number of samples that were being decoded at once
+    most_running: int = 0  # largest number of concurrent samples
     num_retracted: int = 0  # samples that were interrupted because the KV cache was full
     num_ended: int = 0
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A request for the missing samples of groups. Every rank passes the same groups, and one rank generates each of
-    them.
+    """Requests missing samples for groups. Every rank passes the same groups, and each group is generated on one rank.
 
-    Samples start in the order of the groups, except with sampling.longest_first. Earlier phases may have started a
-    group; the engine continues its unfinished samples and does not modify the objects. Conversations are not continued:
-    if a phase ends before a conversation, the conversation is discarded.
+    Samples start in group order, except with sampling.longest_first. Groups may come from an earlier phase: the engine
+    resumes their unfinished samples and does not modify the objects. Conversations are not resumed: if a phase ends
+    before a conversation, the conversation is discarded.
     """
 
     groups: Mapping[int, Group]  # incomplete groups, keyed by prompt index
     sampling: Sampling
-    step: int  # seeds the random streams of samples that start now
-    # It gets each finished sample, and its group with that sample.
+    step: int  # seeds the random streams for samples that start now
+    # Called with each finished sample, and its group including that sample.
     on_sample: Callable[[Sample, Group], None] = lambda sample, group: None
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
     usage: Usage = field(default_factory=Usage)
-    # With it each sample is a conversation of an agent: the engine starts it and samples the turns that it asks for.
-    # None: each sample is one response to its prompt.
+    # If set, each sample is an agent conversation; the engine generates the turns that the agent requests. None: each
+    # sample is one response to its prompt.
     conversations: Conversations | None = None
 
 
 class Receiver(Protocol):
-    """The receiver of a sync's buckets. Engine describes the methods."""
+    """Receives a sync's buckets. Engine describes the methods."""
 
     def start_update(self) -> list[str]: ...
     def allocate(self, index: int, num_bytes: int) -> Tensor: ...
@@ -175,17 +172,17 @@ class Engine(ABC):
     """
 
     is_server = False  # the engine has a separate process with separate device memory
-    version = -1  # policy version of the engine's weights; -1 before the first sync
+    version = -1  # the weights' policy version; -1 before the first sync
     failure: str | None = None  # why this rank's engine needs a restart before it can be used; None if it can be used
-    device: torch.device  # device of the weights, if this process holds them
+    device: torch.device  # the weights' device, if this process holds them
 
     def __init__(self, shard_layout: ShardLayout) -> None:
-        """`shard_layout`: the tensors of each engine rank, for the plan of a sync."""
+        """`shard_layout`: each engine rank's tensors, for sync plans."""
         self.shard_layout = shard_layout
 
     @property
     def adapter(self) -> Receiver:
-        """Return the receiver of an adapter that is sent alone."""
+        """Return the receiver for an adapter sent alone."""
         return self
 
     def wait_until_ready(self) -> None:
@@ -196,31 +193,29 @@ class Engine(ABC):
         """Return this rank's share of the groups, keyed by prompt index.
 
         When `request.stop` is met, the engine returns its groups with unfinished samples, and is ready for the next
-        phase. If the engine fails meanwhile, `failure` has the reason and unfinished groups are missing. If the engine
+        phase. When the engine fails, `failure` holds the reason and unfinished groups are missing. If the engine
         accepts a seed per sample, a sample's random stream depends only on sampling.seed, the step in which the sample
         started, prompt id and sample index.
         """
 
     def restart(self, failed: Collection[int]) -> None:
-        """Restart the engines of the ranks `failed`, without weights. Set `failure` again if the restart fails."""
+        """Restart the engines on the ranks `failed`, without weights. Set `failure` again if the restart fails."""
 
     def sleep(self) -> None:
-        """Release the device memory of weights and KV cache for the trainer."""
+        """Release weight and KV cache device memory for the trainer."""
 
     def wake_weights(self) -> None:
-        """Allocate the memory of the weights again. The values are lost."""
+        """Allocate weight memory again. The values are lost."""
 
     def wake_cache(self) -> None:
-        """Allocate the memory of the KV cache again. The cache is empty."""
+        """Allocate KV cache memory again. The cache is empty."""
 
     @abstractmethod
     def start_update(self) -> list[str]:
-        """Start a sync. Return how the engine's tensors differ from its layout. If they differ, load nothing."""
+        """Start a sync. Return differences between the engine's tensors and its layout. If any, load nothing."""
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
-        """Return the [num_bytes] uint8 tensor for round `index` of a sync. Wait until the engine has read its old
-        contents.
-        """
+        """Return the [num_bytes] uint8 tensor for sync round `index`, after the engine has read its old contents."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
@@ -231,8 +226,8 @@ class Engine(ABC):
     def end_update(self, version: int) -> list[str]:
         """Wait until all buckets are loaded, then set the engine's version to `version`.
 
-        Return the names of tensors with checksums that differ from the checksums in the buckets. If there are any, the
-        version does not change. FP8 blocks were verified on arrival.
+        Return the tensor names whose checksums differ from the checksums in the buckets. If there are any, the version
+        does not change. FP8 blocks were verified on arrival.
         """
 
     def close(self) -> None:
@@ -240,9 +235,7 @@ class Engine(ABC):
 
 
 class NoEngine(Engine):
-    """The engine of a rank that only trains. It takes part in phases and syncs, has no weights and generates
-    nothing.
-    """
+    """The engine on a rank that only trains. It joins phases and syncs, has no weights and generates nothing."""
 
     def __init__(self, shard_layout: ShardLayout, device: torch.device) -> None:
         super().__init__(shard_layout)
@@ -265,13 +258,13 @@ class NoEngine(Engine):
 
 
 class Schedule:
-    """Runs at most `max_samples` at once, in the order of their groups. When a sample ends, the next one starts.
+    """Runs at most `max_samples` at once, in group order. When a sample ends, the next one starts.
 
     An engine adds groups, takes samples while there are any, and reports for each sample that it ended or is left over.
     """
 
     def __init__(self, request: RolloutRequest, max_samples: int, share: int) -> None:
-        """`share`: maximum number of groups that the engine has at once."""
+        """`share`: maximum number of groups in the engine at once."""
         self.groups: dict[int, Group] = {}  # groups with their finished samples, keyed by prompt index
         self._request, self._max_samples, self._share = request, max_samples, share
         self._waiting: dict[int, list[Sample]] = {}  # samples to start or continue, keyed by prompt index
@@ -280,22 +273,22 @@ class Schedule:
 
     @property
     def num_running(self) -> int:
-        """Return the number of samples that were taken and have not ended yet."""
+        """Count samples that were taken and have not ended."""
         return self._running.total()
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of added samples that were not taken yet."""
+        """Count added samples that were not taken yet."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def wants_group(self) -> bool:
-        """Return True if the engine should add a group, in case engines share the groups."""
+        """Return True if the engine should add a group, when engines share the groups."""
         num_taken = self.num_running + self.num_waiting
         return num_taken < self._max_samples and len(self._running.keys() | self._waiting.keys()) < self._share
 
     def add(self, prompt_index: int) -> None:
-        """Add a group of the request, with its samples of earlier phases if there are any."""
+        """Add a group from the request, with its samples from earlier phases if there are any."""
         group = self._request.groups[prompt_index]
         there = {sample.index: sample for sample in group.samples}
         indices = range(self._request.sampling.group_size)
@@ -336,7 +329,7 @@ class Schedule:
         self._waiting.setdefault(prompt_index, []).extend(samples)
 
     def finish(self) -> dict[int, Group]:
-        """Return all groups at the end of a phase, with the unfinished samples that have tokens."""
+        """Return all groups after a phase, with the unfinished samples that have tokens."""
         for prompt_index, samples in self._waiting.items():
             self.groups[prompt_index].samples += [sample for sample in samples if sample.response_len]
         for group in self.groups.values():
@@ -344,12 +337,12 @@ class Schedule:
         return self.groups
 
     def complete_groups(self) -> dict[int, Group]:
-        """Return the complete groups at the end of a phase in which the engine failed."""
+        """Return the complete groups after a phase in which the engine failed."""
         size = self._request.sampling.group_size
         return {prompt_index: group for prompt_index, group in self.finish().items() if group.is_complete(size)}
 
     def _order(self, room: int) -> Iterator[tuple[int, int]]:
-        """Yield the prompt indices of waiting samples, with the number of samples that may start."""
+        """Yield the prompt indices with waiting samples, and how many samples may start."""
         yield from ((prompt_index, room) for prompt_index in self._waiting)
 
     def _leave(self, prompt_index: int, num_samples: int) -> None:
@@ -365,10 +358,9 @@ class Schedule:
 
 
 class LongestFirst(Schedule):
-    """Runs at most `max_samples` at once: first a probe of each group without a finished sample, then the longest
-    groups.
+    """Runs at most `max_samples` at once: first a probe per group without a finished sample, then the longest groups.
 
-    A sample that an earlier phase left unfinished has the expected length max_response_length. So has a group without a
+    The expected length is max_response_length for samples left unfinished in an earlier phase, and for groups without a
     finished sample. With `share` groups the engine wants no more while samples wait.
     """
 
@@ -399,7 +391,7 @@ class LongestFirst(Schedule):
 
 
 def schedule_of(request: RolloutRequest, max_concurrent: int, share: int) -> Schedule:
-    """Return the schedule of an engine that decodes `max_concurrent` sequences at once. `share` is its share of the
+    """Return the schedule for an engine that decodes `max_concurrent` sequences at once. `share`: its maximum number of
     groups.
     """
     return (LongestFirst if request.sampling.longest_first else Schedule)(request, max_concurrent, share)

@@ -1,13 +1,12 @@
 """Generate and score: prompts in, scored groups out, on every rank.
 
-A phase that wants fewer groups than prompts ends when enough groups are done over all ranks, and the rest is aborted.
-Done groups are kept in this order: oldest policy first, then lowest engine clock, then position among the prompts. The
-choice is the same on every rank. With the embedded engine the choice depends only on the samples and the number of
-ranks, so a resumed run repeats it. With servers the choice depends on their speed.
+A phase that wants fewer groups than prompts ends when enough groups are done across ranks, and the rest is aborted.
+Done groups are kept in this order: oldest policy first, then lowest engine clock, then position among the prompts.
+Every rank makes the same choice. With the embedded engine it depends only on the samples and the number of ranks, so a
+resumed run repeats it. With servers the choice depends on their speed.
 
 Groups with a long response are aborted more often, so kept groups are shorter and easier than the average started
-group. `flush_stats` reports the difference, as far as it is known. Partial rollouts (backlog.py) continue aborted
-groups.
+group. `flush_stats` reports the known difference. Partial rollouts (backlog.py) continue aborted groups.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ _SAMPLES_PER_COUNTER = 2**24  # exceeds the number of samples of any phase
 
 @dataclass(frozen=True)
 class Phase:
-    """The result of a generation phase on one rank, before samples are scored and shared."""
+    """One rank's generation phase result, before samples are scored and shared."""
 
     before: Sequence[Group]  # groups before the phase
     mine: dict[int, Group]  # groups that this rank generated, keyed by prompt index
-    kept: list[int]  # prompt indices of all kept groups, ascending; the same on every rank
-    shared: list[int]  # prompt indices of the groups that ranks share, ascending; the same on every rank
+    kept: list[int]  # prompt indices for all kept groups, ascending; the same on every rank
+    shared: list[int]  # prompt indices for groups that ranks share, ascending; the same on every rank
     group_size: int
     step: int
     description: str
@@ -54,27 +53,27 @@ class Phase:
 
 @dataclass
 class Rollouts:
-    """Generates with the engines of all ranks and scores the samples. All ranks call every method together."""
+    """Generates using all ranks' engines, and scores the samples. All ranks call every method together."""
 
     config: Config
     engine: Engine
     recover: Callable[[int], None]  # restarts failed engines, and loads this policy version into all engines again
     rendezvous: Rendezvous
     scorer: Scorer
-    sampling: Sampling  # sampling parameters of training
-    decode: Callable[[Sequence[int]], str]  # token ids of a response -> text
+    sampling: Sampling  # training's sampling parameters
+    decode: Callable[[Sequence[int]], str]  # response token ids -> text
     timers: Timers
     warn: Callable[[str], None]
     ranks: dist.ProcessGroup | None  # all ranks
     raise_on_all_ranks: Callable[[], AbstractContextManager[None]]  # for an error that only some ranks raise
-    conversations: Conversations | None = None  # runs the agents of this rank; None without agents
+    conversations: Conversations | None = None  # runs this rank's agents; None without agents
     # Counts of phases with oversampling since the last flush_stats.
     _stats: Counter[str] = field(default_factory=Counter, init=False)
     # Sums over the engines and the phases of training since the last flush_usage.
     _usage: Counter[str] = field(default_factory=Counter, init=False)
 
     def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
-        """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them.
+        """Return the first `wanted` scored groups that finish, and the backlog without them.
 
         Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken.
         """
@@ -99,14 +98,14 @@ class Rollouts:
     ) -> Phase:
         """Generate until `wanted` groups (None: all) are complete, including the prompt indices `needed`.
 
-        Earlier phases may have started groups: the engines continue unfinished ones, and complete ones count as done.
-        Samples go to the reward functions when they finish. If an engine fails, its unfinished groups are generated
-        again. Raise EngineError on all ranks if `recover` raises it.
+        Groups may come from an earlier phase: unfinished ones are resumed, complete ones are kept. Finished samples go
+        to the reward functions. When an engine fails, its unfinished groups are generated again. Raise EngineError on
+        all ranks if `recover` raises it.
         """
         is_training, sampling = sampling is None, sampling or self.sampling
         wanted = len(groups) if wanted is None else min(wanted, len(groups))
         todo = _incomplete(groups, sampling)
-        # Groups with an older policy are kept first, then groups of an earlier attempt (clocks restart at 0), then by
+        # Keep groups with an older policy first, then groups from an earlier attempt (clocks restart at 0), then by
         # clock.
         done = {index: (g.oldest_version or 0, 0, 0) for index, g in enumerate(groups) if index not in todo}
         mine, reports = dict[int, Group](), dict[int, _Report]()
@@ -143,8 +142,7 @@ class Rollouts:
         """Let engine ranks generate until the trainer ranks have trained `step` and also call this. Return the new
         backlog.
 
-        If an engine fails meanwhile, the weight sync that must follow restarts it, and its running samples are
-        generated again.
+        When an engine fails, the next weight sync restarts it, and its running samples are generated again.
         """
         before, description = backlog.groups[:num_groups], "sampling ahead"
         if not before:
@@ -168,8 +166,8 @@ class Rollouts:
     def score(self, phase: Phase) -> tuple[list[Group], list[Group]]:
         """Return the scored groups that the phase kept, and all other groups, for training.
 
-        Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken. Warn of each
-        kind of failure once, because metrics count the failures of each step.
+        Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken. Warn once per
+        failure kind, because metrics count each step's failures.
         """
         kept, rest = self.share(phase, self.scorer.check)
         self.warn_of_failures(kept, phase.description, self.scorer.warned_of)
@@ -179,8 +177,8 @@ class Rollouts:
         """Wait for the scores. Return the groups that the phase kept, and all other groups, in their order, on every
         rank.
 
-        `check` may raise a UserError, and every rank then raises it. Samples of unfinished groups are scored in the
-        phase that finishes their group. Raise SyncError if an engine had another policy.
+        `check` may raise a UserError, and every rank then raises it. Samples in unfinished groups are scored in the
+        phase that finishes the group. Raise SyncError if an engine had another policy.
         """
         mine = {index: phase.mine[index] for index in phase.shared if index in phase.mine}
         self.scorer.keep(group for group in mine.values() if group.is_complete(phase.group_size))
@@ -189,7 +187,7 @@ class Rollouts:
             check()
         with self.timers("exchange"):
             prompts = {index: phase.before[index].prompt for index in phase.shared}
-            # Routes of other groups may be continued by any rank. Engine ranks do not take part in the update.
+            # Any rank may continue other groups' routes. Engine ranks do not take part in the update.
             staying = () if self.config.layout.engine_ranks else phase.kept
             key = self.rendezvous.unique_key("exchange")
             found = gather_samples(mine, prompts, VERDICTS, key, self.ranks, without_routes=staying)
@@ -200,8 +198,7 @@ class Rollouts:
         return kept, list(rest.values())
 
     def warn_of_failures(self, groups: Sequence[Group], description: str, known: set[str]) -> None:
-        """Warn with the first error of a reward function on any rank, unless `known` has all kinds of failures. Add
-        them.
+        """Warn with the first reward function error on any rank, unless `known` has all failure kinds. Add them.
 
         All ranks call it.
         """
@@ -219,10 +216,9 @@ class Rollouts:
         )
 
     def flush_stats(self) -> StepMetrics:
-        """Return counts of kept and aborted groups of phases with oversampling since the last call; {} without such
-        phases.
+        """Count kept and aborted groups in phases with oversampling since the last call. Return {} without such phases.
 
-        Lengths are means in tokens. Lengths of aborted groups are a lower bound, because their samples did not finish.
+        Lengths are means in tokens. Aborted groups' lengths are a lower bound, because their samples did not finish.
         """
         sums, self._stats = self._stats, Counter()
         if not sums:
@@ -239,7 +235,7 @@ class Rollouts:
     def flush_usage(self) -> StepMetrics:
         """Return how training used the engines since the last call; {} if no engine generated.
 
-        seconds/idle       seconds of generation without a sample, mean over slots; a part of seconds/sample. An engine
+        seconds/idle       generation seconds without a sample, mean across slots; part of seconds/sample. An engine
                            has as many slots as samples ran at once
         engine/retracted   share of ended samples that were interrupted because an SGLang server's KV cache was full
         """
@@ -281,9 +277,9 @@ class Rollouts:
                 self.rendezvous.delete(counter)
 
     def _run_engines(self, request: RolloutRequest, *, is_training: bool) -> tuple[dict[int, Group], list[_Report]]:
-        """Return this rank's groups, and reports on the groups of all ranks that have at least one sample.
+        """Return this rank's groups, and reports on all ranks' groups that have at least one sample.
 
-        `is_training`: count the usage of all engines. Raise the first UserError of any rank on all ranks.
+        `is_training`: count all engines' usage. Raise any rank's first UserError on all ranks.
         """
         started_at, problem, reports = time.monotonic(), None, []
         try:
@@ -335,11 +331,10 @@ def _incomplete(groups: Sequence[Group], sampling: Sampling) -> dict[int, Group]
 def _as_of(
     end: int, found: Mapping[int, Group], before: Mapping[int, Group], clocks: Mapping[tuple[int, int], int]
 ) -> dict[int, Group]:
-    """Return the groups as they were when the phase ended, at the clock `end`. `before` has the groups before the
-    phase.
+    """Truncate the groups to the tokens generated up to clock `end`. `before` has the groups before the phase.
 
-    A rank decodes a few more tokens before it learns of the end, and their number depends on its speed. `clocks` has
-    the clock at which each sample was started or continued. It is empty if the engine has no clock.
+    A rank decodes a few more tokens before it sees the end, and their number depends on its speed. `clocks` contains
+    the clock at which each sample was started or resumed. It is empty if the engine has no clock.
     """
     result = dict(found)
     for index in {index for index, _ in clocks}:
@@ -354,7 +349,7 @@ def _as_of(
 
 
 def _cut(sample: Sample, before: Sample | None, most: int) -> Sample | None:
-    """Return the sample with at most `most` more tokens than before the phase; None if it has no tokens then."""
+    """Truncate the sample to `most` more tokens than before the phase; return None if no tokens are left."""
     length = most + (before.response_len if before else 0)
     if sample.response_len <= length:
         return sample

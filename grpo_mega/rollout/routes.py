@@ -1,10 +1,10 @@
-"""The experts that an engine's routers chose for each token, for the trainer to replay (arXiv 2510.11370;
+"""Recorded experts: an engine's router choices per token, for the trainer to replay (arXiv 2510.11370;
 megatron/routers.py).
 
-Row t of a sample's routes has the experts that predicted token t + 1, in the router's order, so a context of n tokens
-has n - 1 rows. Continued samples keep the rows of the policies that generated their tokens. Expert ids use the smallest
-integer type that fits, and the type's largest value marks an expert that was not recorded. A running checksum verifies
-that the rows arrive as recorded.
+Row t contains the experts that predicted token t + 1, in the router's order, so n context tokens have n - 1 rows.
+Continued samples keep the rows from the policies that generated their tokens. Expert ids use the smallest integer type
+that fits, and the type's largest value marks an unrecorded expert. A running checksum verifies that the rows arrive as
+recorded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from grpo_mega.weights.spec import ModelShape
 
 @dataclass(frozen=True)
 class RouterSizes:
-    """The routers of an MoE model."""
+    """Router sizes in an MoE model."""
 
-    num_layers: int  # all layers of the model, dense and MoE
+    num_layers: int  # all model layers, dense and MoE
     num_dense: int  # leading dense layers, without a router
     num_experts: int  # experts per MoE layer
     top_k: int  # experts per token
@@ -42,7 +42,7 @@ class RouterSizes:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of one row."""
+        """Return the bytes per row."""
         return self.not_known(1).nbytes
 
     def not_known(self, num_tokens: int) -> NDArray[Any]:
@@ -51,7 +51,7 @@ class RouterSizes:
 
 
 def with_routes_of(before: Routes | None, experts: NDArray[Any]) -> Routes:
-    """Return the routes `before` and the later rows of `experts`, which covers the whole context."""
+    """Append the later rows from `experts`, which covers the whole context, to the routes `before`."""
     known, checksum = (before.experts, before.checksum) if before else (experts[:0], 0)
     later = np.ascontiguousarray(experts[len(known) :])
     return Routes(np.concatenate((known, later)), zlib.crc32(later.data, checksum))
@@ -67,12 +67,12 @@ def is_intact(routes: Routes) -> bool:
 
 
 def is_known(experts: NDArray[Any]) -> NDArray[Any]:
-    """Return True [tokens] for rows that were recorded."""
+    """Return True [tokens] for recorded rows."""
     return np.asarray(experts[:, 0, 0] != unknown_expert(experts.dtype))
 
 
 def num_recorded(samples: Iterable[Sample], rank: int) -> int:
-    """Return the number of tokens with recorded experts, of samples that this rank counts.
+    """Count tokens with recorded experts, in samples that this rank counts.
 
     The rank that recorded a sample counts it. Rank 0 counts samples whose routes are on all ranks.
     """
@@ -81,8 +81,7 @@ def num_recorded(samples: Iterable[Sample], rank: int) -> int:
 
 
 def parsed(answer: str, routers: RouterSizes, num_tokens: int) -> NDArray[Any]:
-    """Return the experts [num_tokens, MoE layers, top_k] of a server's answer, the base64 of int32 values for all
-    layers.
+    """Return the experts [num_tokens, MoE layers, top_k] from a server's answer: base64, int32, all layers.
 
     Raise EngineError if no router can have chosen these experts.
     """

@@ -153,7 +153,7 @@ def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node
                 templates.append(Template(tuple(transfers), layers, experts, places, *firsts))
         if num_places != len(wanted.layers) * len(wanted.experts):
             raise WeightMappingError(
-                f"the targets need {wanted}, and the sources lack some; plan for one and the same model"
+                f"the source layout lacks a part of {wanted}; source and target must be the same model"
             )
     return TransferPlan(tuple(templates), world_size, ranks_per_node)
 

@@ -130,7 +130,7 @@ def test_mini_batches_are_contiguous_runs_of_whole_groups():
 
 
 def test_more_mini_batches_than_groups_are_refused():
-    with pytest.raises(PlanError, match=r"batch.mini_batches=3 needs as many groups, but the step has 1"):
+    with pytest.raises(PlanError, match=r"batch.mini_batches=3 .* 1"):
         split([Group(make_sample([1], [2]).prompt, [])], 3)
 
 

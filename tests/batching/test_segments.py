@@ -83,7 +83,7 @@ def test_shared_prompts_leave_rewritten_contexts_in_their_rows():
 def test_segments_are_split_unless_the_loss_needs_whole_samples():
     sample = conversation(runs=[(3,), (4,)], contexts=[6])  # rows of 5 and 10 tokens
     assert len(pack_one([sample], token_budget=15)) == 1
-    with pytest.raises(PlanError, match="a sample of 15 tokens"):
+    with pytest.raises(PlanError, match="15 tokens"):
         pack_one([sample], token_budget=14)
     batches = pack_one([sample], token_budget=14, keeps_samples_whole=False)
     assert [b.tokens.tolist() for b in batches] == [[6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [1, 2, 3, 4, 5] + [0] * 5]

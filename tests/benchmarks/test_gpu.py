@@ -191,4 +191,4 @@ def test_a_step_can_be_profiled_and_compared_with_a_trial(options: str, names: l
     found = [row["name"] for row in rows if not row["name"].startswith("kernel ")]
     assert found == names and len(rows) - len(found) == 10 * (options == "--profile")
     assert all(row["met"] for row in rows if row["target"] is not None)
-    assert bool(names) or "graphs skipped: CUDA graphs need a GPU" in result.stdout
+    assert bool(names) or "graphs skipped" in result.stdout

@@ -78,12 +78,12 @@ def test_both_orders_are_compared_and_the_better_one_is_named(capsys: pytest.Cap
     [row] = [line for line in lines if line.startswith("between nodes")]
     by_default, stages_near = map(float, row.split()[-2:])
     assert stages_near < 0.7 * by_default
-    assert "recommended: layout.order=tp-pp-dp, which moves 33% fewer bytes between nodes than tp-dp-pp" in lines
+    assert any("layout.order=tp-pp-dp" in line and "33%" in line for line in lines)
     assert json.loads(lines[-1])["between_nodes_bytes"] == pytest.approx(by_default * 1e9, rel=1e-3)
     _, lines, _ = run(LLAMA.replace("dp=4 ", "dp=4,order=tp-pp-dp "), capsys)
     assert json.loads(lines[-1])["between_nodes_bytes"] == pytest.approx(stages_near * 1e9, rel=1e-3)
     _, lines, _ = run(QWEN, capsys)
-    assert "only the order tp-dp-pp is possible with experts spread over pipeline stages" in lines
+    assert any(line.startswith("only the order tp-dp-pp") for line in lines)
 
 
 def test_by_default_the_sync_moves_at_most_half_of_a_full_gather() -> None:
@@ -104,7 +104,7 @@ def test_a_model_may_be_a_config_json(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(json.dumps(make_config("qwen2", tied=True).to_dict()))
     code, lines, _ = run(f"--dry --model {path} --source tp=2 --target tp=2,engines=1 --ranks-per-node 2", capsys)
     assert code == 0
-    assert "both orders move 0.0 GB between nodes" in lines
+    assert any(line.startswith("both orders move 0.0 GB") for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_measured_run_ends_with_bytes_and_seconds(tmp_path: Path, capfd: pytes
     out, err = capfd.readouterr()
     assert err == ""
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert "every sync filled the engines' tensors as a direct fill does, bit for bit" in out.splitlines()
+    assert "bit for bit" in out
     assert (
         found["bytes_moved"] == found["lower_bound"] == found["between_nodes_bytes"] <= found["full_gather_bytes"] / 2
     )

@@ -115,8 +115,8 @@ def test_every_value_has_its_reason_beside_or_above_it(folder: Path) -> None:
     [
         ("nothing questions.jsonl", "model.path=nothing is not a folder; name the folder of a Hugging Face checkpoint"),
         ("splits questions.jsonl", "model.path=splits holds no config.json"),
-        ("tiny nothing.jsonl", "data set nothing.jsonl does not exist"),
-        ("tiny empty.jsonl", "data set empty.jsonl is empty"),
+        ("tiny nothing.jsonl", "dataset nothing.jsonl does not exist"),
+        ("tiny empty.jsonl", "dataset empty.jsonl is empty"),
         (
             "tiny other.jsonl",
             "none of prompt, problem, question is among the columns text, gold; set data.prompt_column to one of them,"

@@ -112,7 +112,7 @@ def test_a_server_samples_like_transformers(run_dir: Path, tmp_path: Path) -> No
         (["--prompt", "a", "--temperature", "-1"], "eval.temperature=-1.0: must be above 0"),
         (["--prompt", "a", "--step", "1"], "--step 1 is an option for a run"),
         (["--prompt", "a", "--set", "model.size=1"], "unknown key 'model.size'"),
-        (["--data", "none.jsonl"], "data set none.jsonl does not exist"),
+        (["--data", "none.jsonl"], "dataset none.jsonl does not exist"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(

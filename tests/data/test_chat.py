@@ -140,7 +140,7 @@ def test_tool_calls_without_text_and_templates_that_read_text_are_accepted() -> 
     calls = "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}{% endfor %}"
     call = [{"function": {"name": "f", "arguments": {"a": 1}}}]
     assert '"name": "f"' in render(calls, ("assistant", ""), ("tool", "3"), tool_calls=call)
-    with pytest.raises(ConfigError, match=r"leaves out text of message 0 \(role 'assistant'\): 'let me see'"):
+    with pytest.raises(ConfigError, match=r"message 0 .*'assistant'.*'let me see'"):
         render(calls, ("assistant", "let me see"), ("tool", "3"), tool_calls=call)
     reads = "{% if '+' not in messages[0].content %}{{ raise_exception('no sum') }}{% endif %}" + ALL
     assert "1+1" in render(reads, ("user", "1+1"))
@@ -150,6 +150,6 @@ def test_one_renderer_checks_every_row_separately() -> None:
     renderer = Renderer(tokenizer(roles("system", "user")))
     turns = [{"role": "user", "content": "q"}]
     assert renderer.render(turns, "a:1") == renderer.render(turns, "a:2") == "<|user|>q<|end|><|assistant|>"
-    with pytest.raises(ConfigError, match=r"^a:3: .* message 1 \(role 'tool'\)"):
+    with pytest.raises(ConfigError, match=r"^a:3: .*message 1 .*'tool'"):
         renderer.render([*turns, {"role": "tool", "content": "q"}], "a:3")
     assert renderer.render([{"role": "system", "content": "s"}, *turns], "a:4").startswith("<|system|>s")

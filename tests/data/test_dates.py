@@ -116,7 +116,7 @@ def test_pass_rates_of_one_day_count_on_the_next(tmp_path: Path, set_clock: SetC
         rated = {"pass_rates": str(tmp_path / "rates-1.jsonl"), "max_pass_rate": 0.3}
         found.append([p.id for p in load(tmp_path, QUESTIONS, DATED, **rated).train])
     assert found[0] == found[1] and all(number % 2 == 0 for number in found[0])
-    with pytest.raises(Exception, match="is of other prompts"):
+    with pytest.raises(Exception, match=r"data\.pass_rates=.*; evaluate"):
         load(tmp_path, QUESTIONS, DATED, system_prompt="Be brief", **rated)
 
 

@@ -172,10 +172,10 @@ def test_a_row_that_trains_nothing_is_refused_in_one_line(
 
 
 def test_a_turn_that_the_template_refuses_or_opens_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"message 1 has no text to train on, .* opens a thought \(<think>\)"):
+    with pytest.raises(ConfigError, match=r"message 1 .*<think>"):
         load(tmp_path, chat(("user", "q"), ("assistant", "a")), OPENS)
     refuses = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no turn') }}{% endif %}" + LINES
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template refuses the messages \(no turn\)"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: .*\(no turn\)"):
         load(tmp_path, chat(("user", "q"), ("assistant", "a")), refuses)
 
 
@@ -185,5 +185,4 @@ def test_long_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     config = DataConfig.model_validate({"train": str(tmp_path / "rows.jsonl"), "max_length": 8})
     loaded, num_too_long, note = load_demonstrations(config.train[0], config, make_tokenizer(), stop_ids=())
     assert [row.id for row in loaded] == [0] and num_too_long == 1
-    assert "1 rows with 6 tokens, 3 of them trained, 1 dropped as too long" in note
-    assert note.endswith("«aa<eos>»")
+    assert "1 rows" in note and "6 tokens, 3 " in note and "1 dropped" in note and note.endswith("«aa<eos>»")

@@ -121,7 +121,7 @@ def test_openais_form_is_trained_as_the_template_writes_values(tmp_path: Path, f
 def test_what_the_template_does_not_show_is_refused_with_its_field(
     tmp_path: Path, messages: list[dict[str, Any]], field: str
 ) -> None:
-    assert f"the chat template leaves out {field}" in refusal(write(tmp_path, {"messages": messages}))
+    assert f"leaves out {field}" in refusal(write(tmp_path, {"messages": messages}))
 
 
 def test_ids_types_and_names_of_called_tools_carry_no_text(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_template_that_omits_a_part_of_a_call_is_refused(leaf: str) -> None:
         items += f"{{% for k, v in a.more.items() if k != '{inner[0]}' %}}{{{{ k }}}}{{{{ v }}}}{{% endfor %}}"
     call = call.replace("{{ c.function.name }}", "") if leaf == "name" else call
     template = PLAIN + "{% for c in m.tool_calls or [] %}" + call + items + "{% endfor %}" + END
-    with pytest.raises(ConfigError, match=r"^a:1: the chat template leaves out tool_calls\[0\]\.function\.\S*" + leaf):
+    with pytest.raises(ConfigError, match=r"^a:1: .*tool_calls\[0\]\.function\.\S*" + leaf):
         Renderer(make_tokenizer(template)).render([clean(m, "m") for m in chat(TEXT)[:3]], "a:1")
 
 
@@ -150,7 +150,7 @@ def test_only_the_first_of_two_calls_is_not_enough(tmp_path: Path) -> None:
     messages = chat(TEXT)[:2]
     messages[1]["tool_calls"] *= 2
     config = write(tmp_path, {"messages": messages})
-    with pytest.raises(ConfigError, match=r"leaves out tool_calls\[1\]\.function\.name of message 1"):
+    with pytest.raises(ConfigError, match=r"tool_calls\[1\]\.function\.name .*message 1"):
         load_demonstrations(config.train[0], config, tokenizer, stop_ids=())
 
 
@@ -167,9 +167,7 @@ def test_a_thought_is_trained_under_each_of_its_names(tmp_path: Path, name: str)
     messages[3] |= {name: "It is 3."}
     answers = {family: demonstrate(write(tmp_path, {"messages": messages}), family)[0].answer for family in _THINKING}
     assert all("Ask the tool." in answer and "It is 3." in answer for answer in answers.values())
-    assert "has no text to train on, because the chat template changes its thought" in refusal(
-        write(tmp_path, {"messages": messages})
-    )
+    assert "chat template changes" in refusal(write(tmp_path, {"messages": messages}))
     given = prompts_of(write(tmp_path, {"prompt": messages[:3], "answer": "1"}), "qwen2.5")[0]
     assert "Ask the tool." not in given.text and '"Oslo' in given.text
 
@@ -281,23 +279,21 @@ def test_tools_may_be_functions_or_json_text(tmp_path: Path) -> None:
     "tools", [["weather"], "weather", 3, [{"type": "function"}], [{"name": 3}], {"a": 1}], ids=repr
 )
 def test_sft_refuses_a_column_of_tools_that_has_no_schemas(tmp_path: Path, tools: Any) -> None:
-    assert "tools: must be a list of {" in refusal(write(tmp_path, {"messages": chat(TEXT), "tools": tools}))
+    assert "tools: must be a list" in refusal(write(tmp_path, {"messages": chat(TEXT), "tools": tools}))
 
 
 def test_names_of_tools_in_train_are_an_ordinary_column(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "answer": "1", "tools": one} for one in (["weather"], "weather", None)]
     found = prompts_of(write(tmp_path, *rows, {"prompt": "q", "answer": "1", "tools": TOOLS[:1]}), "qwen2.5")
     assert found[0].text == found[1].text == found[2].text != found[3].text and found[0].extras["tools"] == ["weather"]
-    with pytest.raises(
-        ConfigError, match=r"rows\.jsonl:4: has tools, and rollout\.tools is set too; leave one of them"
-    ):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:4: .*rollout\.tools .*; leave one"):
         prompts_of(config_of(tmp_path / "rows.jsonl"), "qwen2.5", tools=TOOLS)
     assert "Find the tides." in prompts_of(write(tmp_path, *rows), "qwen2.5", tools=TOOLS)[0].text
 
 
 def test_a_template_without_tools_refuses_rows_with_tools(tmp_path: Path) -> None:
     config = write(tmp_path, {"messages": chat(TEXT)[::3], "tools": TOOLS})
-    assert "the chat template leaves out tools[0].function.name of the row: 'weather'" in refusal(config, "smollm2")
+    assert "tools[0].function.name of the row: 'weather'" in refusal(config, "smollm2")
 
 
 def test_rows_of_one_form_are_checked_with_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:

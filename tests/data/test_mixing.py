@@ -99,9 +99,7 @@ def test_sets_of_equal_size_have_different_orders() -> None:
 
 
 def test_a_set_smaller_than_its_share_of_a_step_is_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.train\.1 has 3 prompts, but its share 0\.5 .*=8 takes up to 4 per step; lower"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.train\.1 has 3 .*0\.5 .*=8 .* 4 per step; lower"):
         Sampler((100, 3), (1.0, 1.0), 8, 0, shuffle=True)
 
 
@@ -159,7 +157,7 @@ def test_held_out_prompts_are_split_off_from_train(tmp_path: Path, split: dict[s
     assert len(data.heldout_sets[""]) == 5
     assert data.sizes == (len(data.train),)
     assert not {p.text for p in data.heldout_sets[""]} & {p.text for p in data.train}
-    assert "held out: 5 prompts split off from data.train" in data.notes[-1]
+    assert "held out: 5 prompts" in data.notes[-1]
     assert load(train=path, **split) == data
 
 
@@ -178,13 +176,13 @@ def test_a_split_that_leaves_a_side_empty_is_an_error(tmp_path: Path, split: dic
 def test_all_rows_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["a", "b"])
     check_data(DataConfig.model_validate({"train": path}), 2, RolloutConfig())
-    with pytest.raises(ConfigError, match=r"batch\.prompts_per_step=3 is more than the 2 prompts"):
+    with pytest.raises(ConfigError, match=r"batch\.prompts_per_step=3 .* 2 prompts"):
         check_data(DataConfig.model_validate({"train": path}), 3, RolloutConfig())
-    with pytest.raises(ConfigError, match=r"b\.jsonl:1: prompt='' is neither a text nor a list"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl:1: prompt='' "):
         check_data(
             DataConfig.model_validate({"train": path, "heldout": write(tmp_path / "b.jsonl", [""])}), 2, RolloutConfig()
         )
-    with pytest.raises(ConfigError, match=r"data\.heldout=.*a\.jsonl is also in data\.train"):
+    with pytest.raises(ConfigError, match=r"data\.heldout=.*a\.jsonl .*data\.train"):
         check_data(DataConfig.model_validate({"train": path, "heldout": f"{tmp_path}/./a.jsonl"}), 2, RolloutConfig())
 
 

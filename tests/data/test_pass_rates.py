@@ -5,6 +5,7 @@ prompts.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,10 @@ def test_prompts_never_or_always_solved_are_dropped_and_counted(folder: Path) ->
     data = load(folder, min_pass_rate=0.1, max_pass_rate=0.9)
     assert texts(data) == ["q1", "q2", "q4", "q5", "q7"]
     assert data.sizes == (3, 2)
-    assert data.notes[-1] == (
-        f"data.pass_rates={folder}/rates.jsonl: 3 of 8 training prompts dropped (1 below data.min_pass_rate=0.1, "
-        "2 above data.max_pass_rate=0.9; 1 were never solved, 2 always); 2 without a pass rate kept"
-    )
+    note = data.notes[-1]
+    assert note.startswith(f"data.pass_rates={folder}/rates.jsonl: 3 of 8 ")
+    numbers = re.findall(r"\d[\d.]*", note.partition("rates.jsonl: ")[2])
+    assert numbers == ["3", "8", "1", "0.1", "2", "0.9", "1", "2", "2"]
 
 
 def test_limits_are_inclusive_and_each_may_be_omitted(folder: Path) -> None:
@@ -93,19 +94,17 @@ def test_a_file_of_other_prompts_is_refused(folder: Path) -> None:
     rates = folder / "rates.jsonl"
     rows = read(rates)
     write(rates, [*rows[:2], rows[2] | {"hash": text_hash("<user>another<assistant>")}])
-    with pytest.raises(
-        ConfigError, match=r"rates\.jsonl is of other prompts: the text of prompt 2 is not the one .*; evaluate"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.pass_rates=.*prompt 2.*; evaluate"):
         load(folder, min_pass_rate=0.1)
     write(rates, [row | {"id": 7_000_000_000 + row["id"]} for row in rows])
-    with pytest.raises(ConfigError, match=r"has no row for any prompt of data\.train; evaluate"):
+    with pytest.raises(ConfigError, match=r"data\.pass_rates=.*; evaluate"):
         load(folder, min_pass_rate=0.1)
 
 
 def test_limits_that_drop_a_whole_set_are_refused(folder: Path) -> None:
     rates = folder / "rates.jsonl"
     write(rates, [row | {"solved": 0} for row in read(rates)])
-    with pytest.raises(ConfigError, match=r"keep none of the 5 prompts of data\.train\.0; widen them"):
+    with pytest.raises(ConfigError, match=r"none .* 5 prompts .*data\.train\.0; widen"):
         load(folder, min_pass_rate=0.1)
 
 

@@ -263,16 +263,13 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
         text = raised(opened().changes, recorded)
         assert text.startswith(f"model.path={path}: must hold") and what in text, text
         change(name, contents.get(name))
-    assert opened().changes(recorded | {"data.train=t": "other"}) == [
-        "data.train=t has changed since the run's checkpoint; the run continues with the current content"
-    ]
+    [line] = opened().changes(recorded | {"data.train=t": "other"})
+    assert line.startswith("data.train=t has changed")
     without_weights, taught = opened("random").digests(), opened("random", large=path).digests()
     change("model-1.safetensors", bytes(flipped))
     assert opened("random").changes(without_weights) == []
-    assert opened("random", large=path).changes(taught) == [
-        "teachers.large/model-1.safetensors has changed since the run's checkpoint; the run continues with the current"
-        " content"
-    ]
+    [line] = opened("random", large=path).changes(taught)
+    assert line.startswith("teachers.large/model-1.safetensors has changed")
 
 
 def _writing() -> bool:
@@ -290,16 +287,13 @@ def warns_where_nothing_could_train(rank: int, folder: Path) -> None:
     del WARNINGS[:]
     save(1, "a")
     save(2, "a")  # all rewards were equal until now
-    assert (
-        len(WARNINGS) == 1
-        and "the weights did not change in 1 optimizer steps since step 1: past warm-up" in WARNINGS[0]
-    )
+    assert len(WARNINGS) == 1 and "did not change" in WARNINGS[0] and "step 1:" in WARNINGS[0]
     policy.num_effective_steps = 1
     save(3, "b")
     save(4, "b")
     assert len(WARNINGS) == 2
     policy.num_effective_steps = 2
-    assert "did not change in 1 optimizer steps since step 4; is optimizer.lr too small?" in raised(save, 5, "b")
+    assert "step 4; is optimizer.lr" in raised(save, 5, "b")
 
 
 if __name__ == "__main__":

@@ -98,9 +98,7 @@ def test_a_rank_does_not_train_on_the_cpu_if_a_gpu_is_unusable(tools: Path, monk
         pytest.skip("torch sees a GPU here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PATH", str(tools))
-    with pytest.raises(
-        ConfigError, match=r"device=auto: this machine has .*nvidia.*, but torch sees no GPU; .* device: cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"device=auto: .*nvidia.*; .*device: cpu"):
         devices.select("auto", 0)
     assert devices.select("cpu", 0).type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -118,7 +116,7 @@ def test_an_unusable_gpu_is_refused_before_any_rank_starts(command: str, tools: 
     variables = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     run = [sys.executable, "-m", "grpo_mega.cli", *words]
     done = subprocess.run(run, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 2 and "grpo-mega: error: device=auto: this machine has " in done.stderr, done.stderr
+    assert done.returncode == 2 and "grpo-mega: error: device=auto: " in done.stderr, done.stderr
     assert done.stderr.count("device=auto") == 1 and not (tmp_path / "run").exists()
     done = subprocess.run(run, cwd=ROOT, env=variables | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 2 and "device" not in done.stderr, done.stderr

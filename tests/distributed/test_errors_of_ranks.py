@@ -68,8 +68,5 @@ def test_a_reward_that_raises_on_the_samples_of_one_rank_ends_all(tmp_path: Path
     (tmp_path / "own_rewards.py").write_text(RAISES)
     code, lines, seconds = train(tmp_path, layout={"dp": 2}, rewards={"functions": [{"name": "own_rewards.f"}]})
     assert (code, len(lines)) == (2, 1), lines
-    assert (
-        f"reward function 'own_rewards.f' raised an exception for every one of the last {MIN_SAMPLES} samples"
-        in lines[0]
-    )
+    assert "'own_rewards.f'" in lines[0] and f" {MIN_SAMPLES} samples" in lines[0]
     assert seconds < 150  # it does not wait for a deadline of the other rank

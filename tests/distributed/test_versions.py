@@ -78,7 +78,7 @@ def test_only_the_value_1_allows_other_versions(value: str, tmp_path: Path, monk
     assert found.record == f"{name} with torch=2.12.5, sglang=0.5.20"
     assert [bool(found.problems), len(found.notes)] == ([False, 2] if value == "1" else [True, 0])
     if value == "1":
-        assert all("is not tested; set" in note for note in found.notes)
+        assert all("not tested" in note for note in found.notes)
         assert found.notes[0].startswith("torch=2.12.5+cu128: ") and found.notes[1].startswith("sglang=0.5.20: ")
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_the_same_set_needs_no_line() -> None:
     ours = installed_set()
     assert ours.change(ours.record) == []
     [line] = ours.change("nine")
-    assert line == f"the checkpoint is from versions of set nine, and this is set {ours.record}; rounding may differ"
+    assert "set nine" in line and f"set {ours.record}; " in line
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +106,8 @@ def test_a_start_with_another_torch_is_refused_in_one_line(inputs: Path, tmp_pat
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "", done
     [line] = [line for line in done.stderr.splitlines() if "note: " not in line]
-    assert line == (
-        "grpo-mega: error: torch=2.12.5, sglang=0.5.23: must be torch==2.13.0, sglang==0.5.21 (set one), because"
-        f" {REASON}; install these, or set GRPO_MEGA_UNTESTED_VERSIONS=1"
-    )
+    assert line.startswith("grpo-mega: error: torch=2.12.5, sglang=0.5.23: must be torch==2.13.0, sglang==0.5.21 ")
+    assert REASON in line and line.endswith("GRPO_MEGA_UNTESTED_VERSIONS=1")
     assert not (inputs.parent / "run").exists()
 
 
@@ -151,7 +149,7 @@ def test_a_plan_for_other_machines_only_notes_versions_here(
 ) -> None:
     monkeypatch.syspath_prepend(fake_packages(tmp_path, {"transformers": "5.13.0"}))
     assert cli.main(["plan", str(inputs), "--gpu", "h100", "--set", "device=auto"]) == 0
-    assert "here: transformers=5.13.0: must be" in " ".join(capfd.readouterr().out.split())
+    assert "transformers=5.13.0: must" in " ".join(capfd.readouterr().out.split())
 
 
 def test_outputs_of_megatron_need_a_tested_set(
@@ -162,4 +160,4 @@ def test_outputs_of_megatron_need_a_tested_set(
     assert cli.main(["verify", model, model]) == 2
     assert "error: torch=2.12.5: must be torch==" in capfd.readouterr().err
     assert cli.main(["verify", model, model, "--no-logits"]) == 2
-    assert "is not a checkpoint" in capfd.readouterr().err  # the folder is read
+    assert "not a checkpoint" in capfd.readouterr().err  # the folder is read

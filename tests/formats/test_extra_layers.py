@@ -56,5 +56,5 @@ def test_an_extra_layer_of_the_usual_kind_is_refused(tmp_path: Path) -> None:
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    with pytest.raises(WeightMappingError, match=r"model\.layers\.5\.self_attn.*unknown to its model type"):
+    with pytest.raises(WeightMappingError, match=r"model\.layers\.5\.self_attn"):
         check_weights(folder, shape_of(read_config(folder)))

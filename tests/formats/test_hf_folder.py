@@ -202,7 +202,7 @@ def test_a_bin_beside_the_index_of_its_shards_is_refused(tmp_path: Path) -> None
     for name in ("pytorch_model.bin", "pytorch_model-1.bin"):
         torch.save({"w": torch.ones(3)}, tmp_path / name)
     (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"w": "pytorch_model-1.bin"}}')
-    with pytest.raises(WeightMappingError, match=r"holds pytorch_model\.bin, .* remove pytorch_model\.bin to use the"):
+    with pytest.raises(WeightMappingError, match=r"remove pytorch_model\.bin"):
         HfWeights(tmp_path, {})
 
 
@@ -234,7 +234,7 @@ def test_an_output_layer_that_differs_from_a_tied_embedding_is_refused(
     (folder / SINGLE).rename(folder / "body.safetensors")
     places = dict.fromkeys(tensors, "body.safetensors") | {"lm_head.weight": "head.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(WeightMappingError, match=r"lm_head.weight is not model.embed_tokens.weight.*set it to false$"):
+    with pytest.raises(WeightMappingError, match=r"lm_head.weight .*model.embed_tokens.weight.*; .*false$"):
         check_tied(folder, "lm_head.weight", "model.embed_tokens.weight", read_headers(weight_files(folder)))
 
 

@@ -10,8 +10,7 @@ import torch
 
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.loaded_kernels import in_use
-from grpo_mega.megatron.policy import Policy
-from tests.helpers.gpu_policies import make_policy, make_samples, packed, supported_precisions
+from tests.helpers.gpu_policies import MadePolicy, make_policy, make_samples, packed, supported_precisions
 from tests.helpers.models import VOCAB_SIZE
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -22,7 +21,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(policy: Policy, step: int) -> dict[str, float]:
+def train(policy: MadePolicy, step: int) -> dict[str, float]:
     [metrics] = policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE, seed=step))))
     return metrics
 

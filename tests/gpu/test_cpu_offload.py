@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.policy import Policy
-from tests.helpers.gpu_policies import make_policy, make_samples, packed
+from tests.helpers.gpu_policies import MadePolicy, make_policy, make_samples, packed
 from tests.helpers.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.rehearsed
@@ -19,7 +19,7 @@ LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.8, 0.97), 1e-6, 0.1
 SETTINGS = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "clip_grad": 0.0}
 
 
-def train(policy: Policy, step: int) -> None:
+def train(policy: MadePolicy, step: int) -> None:
     [metrics] = policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE, seed=step))))
     assert metrics["grad_norm"] > 0 and not metrics["dropped_mini_batches"]
 

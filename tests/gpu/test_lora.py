@@ -14,8 +14,9 @@ from grpo_mega.distributed.device import Device
 from grpo_mega.rollout.routes import RouterSizes, with_routes_of
 from grpo_mega.types import Sample
 from grpo_mega.weights.boxes import Box, region
+from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
-from tests.helpers.gpu_policies import SIZES, gradients_of, logits_of, make_policy, make_samples, packed
+from tests.helpers.gpu_policies import SIZES, MadePolicy, gradients_of, logits_of, make_policy, make_samples, packed
 from tests.helpers.models import make_config
 
 ROUNDING = 0.03  # allowed relative error of a tensor's norm, from bf16 rounding
@@ -79,8 +80,5 @@ def replay_experts(hf_config: Any, samples: Sequence[Sample]) -> None:
         sample.routes = with_routes_of(None, experts)
 
 
-def _size_of(policy: object, tensor: str) -> tuple[int, ...]:
-    from grpo_mega.weights.families import family_of
-
-    shape = policy._shape  # type: ignore[attr-defined]
-    return family_of(shape.model_type).hf_tensors(shape)[tensor]
+def _size_of(policy: MadePolicy, tensor: str) -> tuple[int, ...]:
+    return family_of(policy.shape.model_type).hf_tensors(policy.shape)[tensor]

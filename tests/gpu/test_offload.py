@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.policy import Policy
-from tests.helpers.gpu_policies import SIZES, make_policy, make_samples, packed
+from tests.helpers.gpu_policies import SIZES, MadePolicy, make_policy, make_samples, packed
 from tests.helpers.models import VOCAB_SIZE, make_config
 
 pytestmark = pytest.mark.rehearsed
@@ -23,7 +23,7 @@ def contents(policy: Policy) -> list[Tensor]:
     return [t.detach().cpu().clone() for t in tensors]
 
 
-def train(policy: Policy, step: int) -> dict[str, float]:
+def train(policy: MadePolicy, step: int) -> dict[str, float]:
     [metrics] = policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE, seed=step))))
     return metrics
 

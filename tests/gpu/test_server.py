@@ -53,7 +53,7 @@ def test_a_bucket_that_is_damaged_on_the_way_is_named(parts: Parts, monkeypatch:
         load(bucket)
 
     monkeypatch.setattr(engine, "load", damaging)
-    with pytest.raises(SyncError, match="the engine does not have policy version 3, at rank 0"):
+    with pytest.raises(SyncError, match="version 3, at rank 0"):
         sync.sync_weights(trainer.weights, engine, version=3)
     monkeypatch.undo()
     sync.sync_weights(trainer.weights, engine, version=4)

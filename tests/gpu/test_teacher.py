@@ -22,7 +22,7 @@ def test_a_teacher_from_the_host_returns_the_references_log_probs(device: Device
     policy = make_policy(device, algorithm={"kl_beta": 0.01})
     hf_config = make_config("qwen2", **SIZES)
     shape, family = ModelShape.from_hf_config(hf_config.to_dict()), family_of("qwen2")
-    teacher = Teacher(policy._config, shape, family, hf_config, policy._runtime, shape.vocab)
+    teacher = Teacher(policy.config, shape, family, hf_config, policy.runtime, shape.vocab)
     teacher.load(random_reader(family.hf_tensors(shape), seed=3, std=0.05))
     batches = policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE)))
     for _ in range(2):

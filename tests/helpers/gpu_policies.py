@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.config import Config
 from grpo_mega.distributed import kernels
 from grpo_mega.distributed.device import Device
 from grpo_mega.formats.reader import random_reader
@@ -26,7 +27,7 @@ from grpo_mega.run.batches import attach_routes
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.spec import ModelShape
+from grpo_mega.weights.spec import Family, ModelShape
 from tests.helpers.models import make_config
 from tools.benchmarks.gpu.rank import config_of
 
@@ -44,6 +45,16 @@ SIZES = {} if IS_REHEARSAL else GPU_SIZES
 TOKEN_BUDGET = 4096
 
 
+class MadePolicy(Policy):
+    """A policy that shows the config, shape and runtime it was made from."""
+
+    def __init__(
+        self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: runtimes.Runtime
+    ) -> None:
+        super().__init__(config, shape, family, hf_config, runtime)
+        self.config, self.shape, self.runtime = config, shape, runtime
+
+
 def make_policy(
     device: Device,
     hf_config: Any = None,
@@ -53,7 +64,7 @@ def make_policy(
     dtype: str = "bfloat16",
     model: Mapping[str, Any] = MappingProxyType({}),
     **sections: Any,
-) -> Policy:
+) -> MadePolicy:
     """Return a policy with weights from `read`, or with the same random weights each time. It replaces earlier
     policies.
     """
@@ -65,7 +76,7 @@ def make_policy(
     runtime = runtimes.arrange(config, device)
     shape = ModelShape.from_hf_config(hf_config.to_dict())
     family = family_of(shape.model_type)
-    policy = Policy(config, shape, family, hf_config, runtime)
+    policy = MadePolicy(config, shape, family, hf_config, runtime)
     policy.load(read or random_reader(family.hf_tensors(shape), seed=3, std=0.05))
     return policy
 
@@ -88,7 +99,7 @@ def make_sample(number: int, prompt_ids: Sequence[int], response_ids: list[int],
     return sample
 
 
-def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> list[list[PackedBatch]]:
+def packed(policy: MadePolicy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> list[list[PackedBatch]]:
     """Pack one mini-batch whose loss is a mean over tokens, with the routes of the samples."""
     weight = 1 / sum(s.response_len for s in samples)
     batches = pack_mini_batches(
@@ -96,11 +107,11 @@ def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_
         [[weight] * len(samples)],
         replace(policy.packing, token_budget=token_budget),
     )
-    attach_routes(batches, samples, policy._runtime)
+    attach_routes(batches, samples, policy.runtime)
     return batches
 
 
-def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
+def logits_of(policy: MadePolicy, samples: Sequence[Sample]) -> list[Tensor]:
     """Return logits [tokens, vocab] per sample in fp32 on the host, from packed micro-batches. The matmul is in
     fp32.
     """
@@ -110,14 +121,14 @@ def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
         logits_TV = (hidden_TH.float() @ output_weight(policy.models[-1]).float().t()).cpu()
         cuts = batch.cu_seqlens.tolist()
         for index, start, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
-            found[index] = logits_TV[start:end, : policy._shape.vocab]
+            found[index] = logits_TV[start:end, : policy.shape.vocab]
 
     [batches] = policy.attach_logprobs(packed(policy, samples))
     policy.pipeline.forward(batches, keep)
     return [found[index] for index in range(len(samples))]
 
 
-def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> dict[str, Tensor]:
+def gradients_of(policy: MadePolicy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> dict[str, Tensor]:
     """Return fp32 gradients on the host, keyed by parameter. The weights do not change."""
     [batches] = policy.attach_logprobs(packed(policy, samples, token_budget))
     policy.pipeline.forward_backward(batches, policy._loss)

@@ -290,10 +290,7 @@ def test_a_model_that_is_not_here_is_asked_for_with_the_way_out(tmp_path: Path) 
         f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}"
     )
     _, findings = prepare_plan(PlanOptions(tmp_path / "run.yaml"))
-    assert any(
-        "or plan with --model NAME" in violation and "--model-config FILE" in violation
-        for violation in findings.violations
-    )
+    assert any("--model NAME" in violation and "--model-config FILE" in violation for violation in findings.violations)
 
 
 def test_trainer_ranks_alone_are_rehearsed() -> None:

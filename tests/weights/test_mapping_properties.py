@@ -147,7 +147,7 @@ def test_a_target_takes_its_part_from_itself_and_the_rest_from_others() -> None:
 
 
 def test_a_plan_for_a_tensor_that_no_rank_holds_is_refused_by_name() -> None:
-    with pytest.raises(WeightMappingError, match=r"no rank holds .*'u'.* of rank 1 needs"):
+    with pytest.raises(WeightMappingError, match=r"'u'.* rank 1 "):
         plan([whole("t", 4)], [whole("t", 4), whole("u", 4)])
 
 

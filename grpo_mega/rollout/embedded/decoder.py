@@ -1,8 +1,8 @@
-"""Decode sequences together, one token of each per step. Sequences join and leave between two steps.
+"""Decode sequences together, one token each per step. Sequences join and leave between two steps.
 
 The sequences of a cohort share a cache, with padding on the left. A step runs the model once per cohort. `add` makes a
-new cohort. `join` first merges all cohorts into one and drops the finished sequences. `cached` returns the cache of a
-sequence that has ended, for a later sequence that starts with the same tokens.
+new cohort. `join` first merges all cohorts into one and drops the finished sequences. `cached` returns an ended
+sequence's cache, for a later sequence that starts with the same tokens.
 
 `draw` samples the next tokens. Each sample has a separate random stream.
 """
@@ -24,13 +24,13 @@ from transformers.cache_utils import DynamicLayer
 from grpo_mega.rollout.embedded.model import LinearState, RouteRecorder, new_cache
 from grpo_mega.rollout.engine import Sampling
 
-COMPACT_BELOW = 0.75  # finished sequences leave the cache if the share of live sequences is below this
-PREFILL_TOKENS = 2**14  # maximum number of tokens of a prefill of `join`, with padding; a longer context runs alone
+COMPACT_BELOW = 0.75  # finished sequences leave the cache when the live share is below this
+PREFILL_TOKENS = 2**14  # maximum number of tokens per prefill in `join`, with padding; a longer context runs alone
 
 
 @dataclass(frozen=True)
 class Cached:
-    """Keys and values [1, heads, tokens, head size] per layer of the first tokens of a sequence."""
+    """Keys and values [1, heads, tokens, head size] per layer for a sequence's first tokens."""
 
     layers: list[tuple[Tensor, Tensor]]
 
@@ -50,7 +50,7 @@ class Start:
     stream: np.ndarray | None  # [max_new_tokens] uniforms; None for greedy decoding
     max_new_tokens: int
     stop_token_ids: frozenset[int]
-    cached: Cached | None = None  # cache of the first tokens of the context; at least one follows
+    cached: Cached | None = None  # cache for the context's first tokens; at least one token follows
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Row:
     start: Start
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)
-    experts: list[Tensor] = field(default_factory=list)  # experts of the tokens that the model has read, if recorded
+    experts: list[Tensor] = field(default_factory=list)  # experts for tokens that the model has read, if recorded
     is_live: bool = True
 
     @property
@@ -80,7 +80,7 @@ class Decoder:
         self._model, self._sampling, self._recorder = model, sampling, recorder
         self._cohorts: list[_Cohort] = []
         self._rows: dict[int, _Row] = {}  # by slot
-        self._ended: dict[int, tuple[_Cohort, int]] = {}  # cohort and row of the slots that ended in the last step
+        self._ended: dict[int, tuple[_Cohort, int]] = {}  # cohort and row per slot that ended in the last step
 
     @property
     def is_running(self) -> bool:
@@ -105,13 +105,13 @@ class Decoder:
         self._cohorts = [_merged(self._cohorts)]
 
     def cancel(self, slots: Collection[int]) -> None:
-        """Stop decoding the sequences of these slots."""
+        """Stop decoding the sequences in these slots."""
         for slot in slots:
             self._rows[slot].is_live = False
         self._drop_finished_cohorts()
 
     def sample(self) -> list[tuple[int, Literal["stop", "length"]]]:
-        """Sample one token of every sequence. Return the slots of the sequences that ended, with the reason."""
+        """Sample one token per sequence. Return the slots whose sequences ended, with the reason."""
         ended = list[tuple[int, Literal["stop", "length"]]]()
         sampling = self._sampling
         self._ended = {}
@@ -142,16 +142,16 @@ class Decoder:
             cohort.advance(self._model, self._recorder)
 
     def found(self, slot: int) -> tuple[list[int], list[float]]:
-        """Return tokens and log-probs of a slot's sequence, which has just ended or is live."""
+        """Return tokens and log-probs for a slot's sequence, which has just ended or is live."""
         row = self._rows[slot]
         return list(row.tokens), list(row.logprobs)
 
     def experts(self, slot: int) -> Tensor:
-        """Return the recorded experts [tokens, MoE layers, top_k] int16 of all tokens but the last, on the CPU."""
+        """Return the recorded experts [tokens, MoE layers, top_k] int16 for all tokens but the last, on the CPU."""
         return torch.cat(self._rows[slot].experts).cpu()
 
     def cached(self, slot: int) -> Cached | None:
-        """Return the cache of a sequence that ended in the last step: context and sampled tokens, without the last.
+        """Return the cache for a sequence that ended in the last step: context and sampled tokens, without the last.
 
         Call this before `advance`. Return None if a layer has another kind of cache, such as a sliding window.
         """
@@ -168,11 +168,11 @@ class Decoder:
 
 @dataclass
 class _Cohort:
-    """Sequences with a common cache: the model's inputs for the next token of each."""
+    """Sequences with a common cache: the model's inputs for their next tokens."""
 
     cache: DynamicCache
     mask: Tensor  # [B, tokens so far]; 0 on the left padding
-    logits: Tensor  # [B, vocab] logits of the next token
+    logits: Tensor  # [B, vocab] logits for the next token
     rows: list[_Row]
 
     @property
@@ -182,7 +182,7 @@ class _Cohort:
     @classmethod
     def prefill(cls, model: Any, rows: list[_Row], recorder: RouteRecorder | None) -> _Cohort:
         """Run each context once and copy its cache for all sequences in a row that have it."""
-        firsts: list[Start] = []  # the first start of each context
+        firsts: list[Start] = []  # the first start per context
         source: list[int] = []
         for start in (row.start for row in rows):
             if not firsts or start.context is not firsts[-1].context:
@@ -244,7 +244,7 @@ def _left_padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
-    """Return the live sequences in one cohort, without the padding that none of them needs."""
+    """Merge the live sequences into one cohort, without unneeded padding."""
     for cohort in cohorts:
         cohort.drop_finished()
     lengths = [int(cohort.mask.sum(dim=1).max()) for cohort in cohorts]
@@ -268,7 +268,7 @@ def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
 
 
 def _fitted(cached: Tensor, width: int) -> Tensor:
-    """Return [B, heads, width, head size]: the last tokens of `cached`, padded on the left if there are too few."""
+    """Return [B, heads, width, head size]: the last tokens in `cached`, padded on the left if there are too few."""
     return F.pad(cached, (0, 0, width - cached.shape[-2], 0))
 
 
@@ -282,7 +282,7 @@ def _fill(cache: DynamicCache, parts: Sequence[Cached | None], width: int) -> No
 
 
 def _moved_left(cache: DynamicCache, mask: Tensor) -> Tensor:
-    """Move all padding of a cache to the left, and drop what no row needs. Return the mask of the moved cache."""
+    """Move all padding in a cache to the left, and drop columns that no row needs. Return the moved cache's mask."""
     kept = mask.argsort(dim=1, stable=True)[:, mask.shape[1] - int(mask.sum(dim=1).max()) :]
     for layer in cache.layers:
         layer.keys = layer.keys.take_along_dim(kept[:, None, :, None], 2)
@@ -291,7 +291,7 @@ def _moved_left(cache: DynamicCache, mask: Tensor) -> Tensor:
 
 
 def _prefills(starts: Mapping[int, Start]) -> Iterator[dict[int, Start]]:
-    """Divide sequences that are sorted by length into parts of at most PREFILL_TOKENS tokens with padding."""
+    """Divide sequences sorted by length into parts with at most PREFILL_TOKENS tokens, including padding."""
     part = dict[int, Start]()
     for slot, start in starts.items():
         if part and (len(part) + 1) * len(start.context) > PREFILL_TOKENS:
@@ -306,10 +306,10 @@ _BLOCK = 256  # tokens per partial sum; only these sums need double precision, n
 
 
 def uniforms(*numbers: int, length: int) -> np.ndarray:
-    """Return [length] float64 in [0, 1): the random stream (Philox) of a sample or of a turn of its conversation.
+    """Return [length] float64 in [0, 1): the random stream (Philox) for a sample or a turn in its conversation.
 
-    It depends only on `numbers`: seed, step, prompt id and sample index, and for a turn the checksum of its context. A
-    shorter stream is the start of a longer one.
+    It depends only on `numbers`: seed, step, prompt id and sample index, and for a turn its context's checksum. A
+    shorter stream is a prefix of a longer one.
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers))).random(length)
 
@@ -321,13 +321,13 @@ def draw(
 
     Log-probs are log-softmax(logits / temperature), before top-p and top-k, as in the trainer. The token is the inverse
     of the cumulative distribution at `uniform_B`. Without `uniform_B`, or at temperature 0, it is the most likely
-    token. If logits have NaN, it is any token of the vocabulary, with log-prob NaN.
+    token. If logits contain NaN, it is any token in the vocabulary, with log-prob NaN.
     """
     scaled_BV = logits_BV.float() if temperature in (0, 1) else logits_BV.float() / temperature
     max_B1 = scaled_BV.amax(dim=-1, keepdim=True)
     num_rows, vocab = scaled_BV.shape
     num_blocks = -(-vocab // _BLOCK)
-    # exp of the logits in blocks, padded with zeros after the end of the vocabulary
+    # exp(logits) in blocks, padded with zeros after the vocabulary
     masses_BW = scaled_BV.new_zeros((num_rows, num_blocks * _BLOCK))
     torch.exp(scaled_BV - max_B1, out=masses_BW[:, :vocab])
     masses_BNK = masses_BW.view(num_rows, num_blocks, _BLOCK)
@@ -345,7 +345,7 @@ def draw(
 
 
 def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
-    """Return the tokens [B] at `uniform_B` of the cumulative distribution, never a token without mass.
+    """Return the tokens [B] at `uniform_B` in the cumulative distribution, never a token without mass.
 
     Find the block first, then the token within the block.
     """
@@ -370,7 +370,7 @@ def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(probs_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Set masses to zero outside top-k, and outside the smallest set with a share of top-p of all masses, as SGLang."""
+    """Set masses to zero outside top-k, and outside the smallest set whose share of the mass is top-p, as SGLang."""
     ordered, index = probs_BV.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     ordered[before >= top_p * ordered.sum(dim=-1, keepdim=True)] = 0

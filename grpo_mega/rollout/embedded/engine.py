@@ -1,17 +1,17 @@
 """The engine inside each rank's process: the transformers model with a KV cache, one replica per rank.
 
-It needs no GPU and no server and works for every family that transformers supports. It also checks the weight mapping,
-because its forward pass is not code of this project. Prompts are decoded in batches of at most `max_concurrent`
-sequences, and finished sequences leave the batch. A phase that is stopped early ends between two tokens and discards
-the cache with the batch. Turns of conversations join a running batch. Single responses do not, because a
-sample's log-probs then would depend on the lengths of earlier samples in their last bits.
+It needs no GPU and no server and works for every family that transformers supports. It also verifies the weight
+mapping, because its forward pass is not this project's code. Prompts are decoded in batches with at most
+`max_concurrent` sequences, and finished sequences leave the batch. A phase that is stopped early ends between two
+tokens and discards the cache with the batch. Conversation turns join a running batch. Single responses do not, because
+the last bits in a sample's log-probs would then depend on the lengths of earlier samples.
 
-`TurnLoop` samples the turns of conversations: one batch, which turns join and leave between two decoding steps. The
-turns in the batch must not depend on time, so that a resumed run repeats them. The clock counts decoding steps. A
-conversation must ask for its next turn within a fixed number of steps after its last turn. If it has not asked by then,
-the engine waits for it, at most LATE_S seconds. After that the engine continues without this conversation, and its next
-turn joins when it asks, so a slow tool does not delay other conversations any further. After each wait without an
-answer the next wait is half as long, so a phase loses at most 2 * LATE_S seconds.
+`TurnLoop` samples conversation turns: one batch, which turns join and leave between two decoding steps. The turns in
+the batch must not depend on time, so that a resumed run repeats them. The clock counts decoding steps. A conversation
+must request its next turn within a fixed number of steps after its last turn. Otherwise the engine waits for it, at
+most LATE_S seconds. After that the engine continues without this conversation, and its next turn joins when it asks, so
+a slow tool does not delay other conversations any further. After each wait without an answer the next wait is half as
+long, so a phase loses at most 2 * LATE_S seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddedEngine(Engine):
-    """An engine without a server. A failure ends the rank, except the failure of a conversation. `sleep` frees no
+    """An engine without a server. A failure ends the rank, unless it is a conversation's failure. `sleep` frees no
     memory, so policy and engine must fit together.
     """
 
@@ -61,9 +61,7 @@ class EmbeddedEngine(Engine):
         verify: bool,
         quantise: bool = False,
     ) -> None:
-        """`verify`: compare checksums after each sync. `quantise`: linear layers store the dequantised values of FP8
-        blocks.
-        """
+        """`verify`: compare checksums after each sync. `quantise`: linear layers store dequantised FP8 block values."""
         super().__init__(hf_shards(family, shape, world_size, quantise=quantise))
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
@@ -96,14 +94,12 @@ class EmbeddedEngine(Engine):
             self.failure = None
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the model's weights by their names in a checkpoint."""
+        """Return the model's weights by checkpoint name."""
         return self._tensors
 
     @torch.inference_mode()
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
-        """Generate every world_size-th group. The clock of `stop` counts this rank's decoding steps over all
-        batches.
-        """
+        """Generate every world_size-th group. `stop`'s clock counts this rank's decoding steps across all batches."""
         sampling, stop = request.sampling, request.stop
         mine = list(request.groups)[self._rank :: self._world_size]
         if stop is None:
@@ -130,7 +126,7 @@ class EmbeddedEngine(Engine):
     def _converse(
         self, conversations: Conversations, request: RolloutRequest, schedule: Schedule, num_slots: int
     ) -> None:
-        """Run the conversations of the schedule. Set `failure` if one fails."""
+        """Run the schedule's conversations. Set `failure` if a conversation fails."""
         self._recorder.is_on = False
         num_slots = min(num_slots, schedule.num_waiting)
         decoder = Decoder(self._model, request.sampling)
@@ -187,7 +183,7 @@ class EmbeddedEngine(Engine):
 
 
 def _start_of(sample: Sample, sampling: Sampling, step: int) -> Start:
-    """Return how a sample starts in `step`, or continues."""
+    """Return the start of a sample that begins or resumes in `step`."""
     stream, prompt = None, sample.prompt
     if sampling.temperature > 0:
         version = sample.first_version if sample.spans else step
@@ -198,13 +194,13 @@ def _start_of(sample: Sample, sampling: Sampling, step: int) -> Start:
 
 
 JOIN_EVERY = 8  # turns join the batch when the clock is a multiple of this
-LEAST_STEPS = 4  # minimum number of decoding steps between two turns of a conversation
+LEAST_STEPS = 4  # minimum decoding steps between two turns in a conversation
 LATE_S = 10.0  # seconds that the engine waits for a conversation
-LOOK_S = 0.05  # interval of checks of a stop condition while all conversations are late
+LOOK_S = 0.05  # interval between stop checks while all conversations are late
 
 
 class TurnLoop:
-    """Runs the conversations of a request on one rank."""
+    """Runs a request's conversations on one rank."""
 
     def __init__(
         self,
@@ -215,11 +211,11 @@ class TurnLoop:
         schedule: Schedule,
         version: int,
     ) -> None:
-        """`num_slots`: number of turns that may be decoded at once. `version`: version of the decoder's policy."""
+        """`num_slots`: maximum number of concurrent turns. `version`: the decoder's policy version."""
         self._decoder, self._num_slots, self._conversations, self._request = decoder, num_slots, conversations, request
         self._schedule, self._version = schedule, version
         self._clock = 0
-        self._samples: dict[Key, Sample] = {}  # samples of the running conversations
+        self._samples: dict[Key, Sample] = {}  # samples in running conversations
         # Clock until which a conversation may think; none while its turn is decoded, or if the engine no longer waits
         # for the conversation, because it is late.
         self._due: dict[Key, int] = {}
@@ -230,7 +226,7 @@ class TurnLoop:
         self._patience = LATE_S
 
     def run(self) -> None:
-        """Run until all conversations ended or the phase stops. Raise EngineError if one failed."""
+        """Run until all conversations ended or the phase stops. Raise EngineError if a conversation failed."""
         try:
             self._conversations.sampling = self._request.sampling
             self._start_samples()
@@ -268,7 +264,7 @@ class TurnLoop:
         return self._due.get(key, 0) <= self._clock
 
     def _start_samples(self) -> None:
-        """Start the conversations for which there is room."""
+        """Start conversations while there is room."""
         for prompt_index, samples in self._schedule.take().items():
             for sample in samples:
                 key = prompt_index, sample.index
@@ -307,7 +303,7 @@ class TurnLoop:
         return True
 
     def _report_ended(self) -> None:
-        """Report the conversations that ended, in the order of their keys, and start others in their place."""
+        """Report the conversations that ended, ordered by key, and start others in their place."""
         for key in sorted(filter(self._is_due, self._ended)):
             self._due.pop(key, None)
             del self._samples[key]
@@ -316,7 +312,7 @@ class TurnLoop:
         self._start_samples()
 
     def _cancel(self, key: Key) -> None:
-        """Forget the cache of a conversation, and turns that it did not wait for, because of its deadline."""
+        """Forget a conversation's cache, and turns that it did not wait for, because of its deadline."""
         self._caches.pop(key, None)
         self._asked = [request for request in self._asked if request.key != key]
         slots = [slot for slot, request in self._turns.items() if request.key == key]
@@ -325,7 +321,7 @@ class TurnLoop:
             del self._turns[slot]
 
     def _join_asked(self) -> None:
-        """Let the turns that are due join the batch, in the order of their length."""
+        """Let the turns that are due join the batch, ordered by length."""
         free = [slot for slot in range(self._num_slots) if slot not in self._turns]
         due = sorted((request for request in self._asked if self._is_due(request.key)), key=lambda request: request.key)
         contexts = {request.context_ids: request.context_ids for request in due}  # equal contexts share a prefill
@@ -347,7 +343,7 @@ class TurnLoop:
         return Start(context, stream, most, request.stop_token_ids, self._cached(request.key, context))
 
     def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:
-        """Return the cache of the tokens that a context shares with the last turn of its conversation."""
+        """Return the cache for the tokens that a context shares with its conversation's last turn."""
         tokens, cached = self._caches.pop(key, ((), None))
         if cached is None:
             return None
@@ -356,7 +352,7 @@ class TurnLoop:
         return cached.first(num_shared) if num_shared else None
 
     def _step(self) -> None:
-        """Decode a token of every turn. Answer the turns that ended."""
+        """Decode one token per turn. Answer the turns that ended."""
         self._clock += 1
         for slot, reason in self._decoder.sample():
             request, (tokens, logprobs) = self._turns.pop(slot), self._decoder.found(slot)
@@ -366,7 +362,7 @@ class TurnLoop:
         self._decoder.advance()
 
     def _abort(self) -> None:
-        """End the conversations that still run. Their samples go back to the schedule as they started."""
+        """End running conversations. Their samples go back to the schedule as they started."""
         if not self._samples:
             return
         self._conversations.abort()

@@ -1,6 +1,6 @@
-"""The transformers model of the embedded engine: fast linear layers, names of its weights, and its routers' choices.
+"""The embedded engine's transformers model: fast linear layers, weight names, and router choices.
 
-It has patches of transformers 5.12 and 5.19. tests/rollout/test_embedded.py fails when a patch is no longer needed.
+It patches transformers 5.12 and 5.19. tests/rollout/test_embedded.py fails when a patch is no longer needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TILE = 4096  # weight rows per tile
 
 
 def make_model(hf_config: Any, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the model with random weights. Leave torch's random state as it is."""
+    """Return the model with random weights. Do not change torch's random state."""
     widths = (shape.hidden, shape.moe_ffn) if shape.num_experts else ()
     is_aligned = all(width * dtype.itemsize % GROUPED_MM_ROW_BYTES == 0 for width in widths)
     # transformers' default for experts is torch.grouped_mm, which does not support all row sizes.
@@ -43,17 +43,17 @@ def make_model(hf_config: Any, shape: ModelShape, dtype: torch.dtype, device: to
 
 
 def speed_up(model: nn.Module) -> None:
-    """Replace the forward of every linear layer of an untrained model by `linear`."""
+    """Replace every linear layer's forward in an untrained model with `linear`."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = partial(linear, module)  # type: ignore[method-assign]
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a layer to [..., in] and return [..., out]. On a CPU multiply one tile of the weight's rows at a time.
+    """Apply a layer to [..., in] and return [..., out]. On a CPU multiply the weight's rows tile by tile.
 
-    For the few rows of decoding and a whole vocabulary torch takes up to twice as long, because its library is tuned
-    for products of many rows.
+    For few rows, as in decoding, and a whole vocabulary torch takes up to twice as long, because its library is tuned
+    for many rows.
     """
     rows_RI = x.reshape(-1, x.shape[-1])
     num_rows = len(rows_RI)
@@ -75,8 +75,7 @@ def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> M
     """Return the parameters of `model`, views of expert parameters, and router biases, by the names of
     `family.hf_tensors`. Tensors that are float32 in every checkpoint become float32.
 
-    transformers stores all experts of an MoE layer in one parameter, and the bias of DeepSeek-V3's router in a float32
-    buffer.
+    transformers stores an MoE layer's experts in one parameter, and DeepSeek-V3's router bias in a float32 buffer.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
@@ -102,7 +101,7 @@ def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> M
 
 
 class RouteRecorder:
-    """Records experts by hooks. While it is on, `take` must follow every forward pass."""
+    """Records experts using hooks. While it is on, `take` must follow every forward pass."""
 
     def __init__(self, model: Any) -> None:
         self.is_on = False
@@ -113,7 +112,7 @@ class RouteRecorder:
             experts.register_forward_pre_hook(partial(self._note, number))
 
     def take(self, num_sequences: int) -> Tensor:
-        """Return the experts of the last forward pass [sequences, tokens, MoE layers, top_k] int16."""
+        """Return the last forward pass's experts [sequences, tokens, MoE layers, top_k] int16."""
         layers = [chosen for chosen in self._chosen if chosen is not None]
         assert len(layers) == len(self._chosen), "a layer did not report its experts"
         self._chosen = [None] * len(layers)
@@ -126,9 +125,9 @@ class RouteRecorder:
 
 
 class LinearState(LinearAttentionLayer):
-    """The state of a layer of linear attention, in float32.
+    """A linear attention layer's state, in float32.
 
-    transformers 5.12 would round it to the model's dtype. 5.19 does not, and has a dict of states by index.
+    transformers 5.12 would round it to the model's dtype. 5.19 does not, and keeps a dict from index to state.
     """
 
     recurrent_states: Any
@@ -140,7 +139,7 @@ class LinearState(LinearAttentionLayer):
         return recurrent_states
 
     def append(self, others: Iterable[LinearState]) -> None:
-        """Append the sequences of other caches. A state has no padding, whatever the lengths of the sequences."""
+        """Append sequences from other caches. A state has no padding, whatever the sequence lengths."""
         states: list[Any] = [self, *others]
         for name in ("conv_states", "recurrent_states"):
             first, *more = (getattr(one, name) for one in states)

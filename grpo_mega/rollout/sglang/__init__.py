@@ -1,1 +1,1 @@
-"""SGLang servers as engines; see README.md. Only the server's processes import sglang."""
+"""SGLang servers as engines; see README.md. Only server processes import sglang."""

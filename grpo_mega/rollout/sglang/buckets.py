@@ -1,10 +1,9 @@
-"""The trainer's side of a sync to a server on the same machine: buffers of buckets, tables of the server's parameters,
-and adapters.
+"""The trainer's side when syncing a server on the same machine: bucket buffers, server parameter tables, and adapters.
 
 Buffers are anonymous shared memory on a CPU, CUDA IPC on a GPU.
 
-A rank fills the buffers, and its engine's process on the same device opens them. Memory on the CPU belongs to file
-descriptors of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
+A rank fills the buffers, and its engine's process on the same device opens them. CPU memory belongs to the rank's file
+descriptors (memfd), so nothing is left in /dev/shm, however the processes end.
 
 A sync may send only an adapter (sync.lora=adapter): A and B arrive on the leader, and the server loads them. Each
 version has a new name, and every request names it. The previous adapter is unloaded. An earlier sync sent the base, and
@@ -33,7 +32,7 @@ from grpo_mega.weights.apply import SCALES, VALUES, Bucket, Entry, mismatched_te
 from grpo_mega.weights.boxes import Index, RankShards
 from grpo_mega.weights.spec import FLOAT32, num_blocks
 
-# (request without a name, problems, version) -> problems of all ranks of the engine
+# (request without a name, problems, version) -> problems on all engine ranks
 Loads = Callable[[Callable[[], dict[str, Any]], list[str], int], list[str]]
 
 
@@ -41,7 +40,7 @@ Loads = Callable[[Callable[[], dict[str, Any]], list[str], int], list[str]]
 class ServedLora:
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # last parts of the names of the base's matrices, such as q_proj
+    modules: tuple[str, ...]  # name endings for the base's matrices, such as q_proj
     tensors: Mapping[str, Index]  # A and B, by their Hugging Face names
 
     def server_arguments(self, device_type: str) -> dict[str, Any]:
@@ -56,14 +55,14 @@ class ServedLora:
 
 
 class AdapterUpdate:
-    """Collects A and B of one version, and lets the engine load them. All ranks of an engine call it together."""
+    """Collects A and B for one version, and lets the engine load them. All engine ranks call it together."""
 
     def __init__(self, lora: ServedLora, dtype: torch.dtype, tp: int, device: torch.device, load: Loads) -> None:
         self._lora, self._dtype, self._tp, self._device, self._load = lora, dtype, tp, device, load
         self._entries: list[Entry] = []
         # Memory that the server's processes open. A request with the tensors would have them once per process.
         self._file = os.memfd_create("grpo_mega_adapter")
-        # SGLang needs all matrices of a fused layer. A and B of the matrices that do not train stay 0.
+        # SGLang needs all matrices in a fused layer. A and B stay 0 for matrices that do not train.
         self._tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in lora.tensors.items()}
 
     def start_update(self) -> list[str]:
@@ -81,7 +80,7 @@ class AdapterUpdate:
         return self._load(self._request, mismatched_tensors(self._entries, self._tensors), version)
 
     def _request(self) -> dict[str, Any]:
-        """Return the request to load the adapter. Each process of the server compares the checksums."""
+        """Return the request to load the adapter. Each server process compares the checksums."""
         lora = self._lora
         with os.fdopen(self._file, "wb", closefd=False) as file:
             file.seek(0)
@@ -119,7 +118,7 @@ class HostBuckets:
         return self._buffers[slot][:num_bytes]
 
     def finish(self, slot: int) -> tuple[Tensor, dict[str, Any], Tensor]:
-        """Return the slot's buffer, a description of how the server opens it, and the tensor to send.
+        """Return the slot's buffer, how the server should open it, and the tensor to send.
 
         The tensor is empty, because the server opens a file. The buffer is a new object if the server must open it
         again.
@@ -134,7 +133,7 @@ class HostBuckets:
 
 
 class DeviceBuckets:
-    """Buffers of a fixed size on a GPU, allocated once and kept, so their IPC handles stay valid.
+    """Fixed-size GPU buffers, allocated once and kept, so their IPC handles stay valid.
 
     CUDA IPC cannot share expandable segments, so these are off during the allocation.
     """
@@ -168,16 +167,16 @@ class DeviceBuckets:
 
 
 def payload(request: str, handle: Tensor) -> str:
-    """Return one rank's part of an update request: a list of one named tensor, in the format of SGLang's serialiser."""
+    """Return one rank's update request: a list with one named tensor, in SGLang's serializer format."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(request, handle)])
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
-    """Return shape and dtype of the server's parameters: one per shard, and scales for tensors stored as FP8 `blocks`.
+    """Return the server's parameter shapes and dtypes: one per shard, and scales for tensors stored as FP8 `blocks`.
 
-    Local tensors "name[0]", "name[1]", ... are parts of one parameter, along a new first dim.
+    Local tensors "name[0]", "name[1]", ... are slices of one parameter, along a new first dim.
     """
     result: dict[str, tuple[Index, str]] = {}
 
@@ -198,5 +197,5 @@ def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) 
 
 
 def padded(shards: RankShards) -> list[str]:
-    """Return the names of tensors with elements that no bucket fills."""
+    """Return the tensor names with elements that no bucket fills."""
     return [name for name, t in shards.items() if sum(p.box.size for p in t.pieces) < math.prod(t.shape)]

@@ -1,10 +1,10 @@
-"""An SGLang server as the engine of `rollout.tp` neighbouring ranks, on the devices of these ranks.
+"""An SGLang server as the engine for `rollout.tp` neighbouring ranks, on their devices.
 
-The first of these ranks, the leader, starts, calls and stops the server. The other ranks release memory for it and fill
-their buckets of a sync. The first failure of a server is stored in `failure`, with the phase and the end of the
-server's log. It is never raised, because other ranks wait for this one; they learn of it at the next rendezvous. After
-a failure, calls do nothing until `restart`. The job's store only counts the prompts, because the engine's ranks have a
-separate group (EngineRanks).
+The first rank, the leader, starts, calls and stops the server. The other ranks release memory for it and fill their
+sync buckets. The server's first failure is stored in `failure`, with the phase and the last lines in the server's log.
+It is never raised, because other ranks wait for this one; they see it at the next rendezvous. After a failure, calls do
+nothing until `restart`. The job's store only counts the prompts, because the engine's ranks have a separate group
+(EngineRanks).
 
 In a sync each rank describes the bucket that it has filled for its device. The leader gathers these descriptions and
 posts them as one request. A bucket is filled again when its request is acknowledged. There are three buffers: one
@@ -39,9 +39,9 @@ from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.layout import ShardLayout
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"  # parts of a server's memory that sleep separately
-LOOK_S = 0.2  # interval of checks that the server is alive
-STOP_LOOK_S = 0.05  # interval of checks of a stop condition
-Posted = tuple[int, Future[Any] | None]  # number of a request; its response, only on the leader
+LOOK_S = 0.2  # interval between checks that the server is alive
+STOP_LOOK_S = 0.05  # interval between checks whether the phase stops
+Posted = tuple[int, Future[Any] | None]  # request number; its response, only on the leader
 
 
 class SGLangEngine(Engine):
@@ -62,7 +62,7 @@ class SGLangEngine(Engine):
         self._has_weights = False
         self._num_phases = self._num_requests = 0
         self._opened: dict[int, object] = {}  # buffer that the server has opened, by slot
-        # The state of the current sync:
+        # The current sync's state:
         self._posted: list[Posted] = []  # request of each bucket
         self._num_loaded = 0
         self._checksums: list[Entry] = []
@@ -125,12 +125,12 @@ class SGLangEngine(Engine):
             self._server.stop()
 
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
-        """Generate on the leader. Take at most an equal share of the groups at once, so no engine takes all of them.
+        """Generate on the leader. Take at most an equal share at once, so no engine takes all groups.
 
-        All engines share a counter of groups. Each engine takes the next group while its schedule wants one, so no
-        engine is idle while groups wait, and a slow engine takes fewer. When the phase stops, running samples are
-        aborted, and the server is idle with an empty cache. If the server fails, even during the abort, only its
-        complete groups are returned.
+        All engines share a group counter. Each engine takes the next group while its schedule wants one, so no engine
+        is idle while groups wait, and a slow engine takes fewer. When the phase stops, running samples are aborted, and
+        the server is idle with an empty cache. If the server fails, even during the abort, only its complete groups are
+        returned.
         """
         self._check_lengths(request)
         self._num_phases += 1
@@ -138,7 +138,7 @@ class SGLangEngine(Engine):
         if server is None:
             return {}
         counter = f"prompts/{self._num_phases}"
-        if self._settings.rank == 0:  # no rank reads the counter of the previous phase any more
+        if self._settings.rank == 0:  # no rank reads the previous phase's counter any more
             self._rendezvous.delete(f"prompts/{self._num_phases - 1}")
         equal_share = math.ceil(len(request.groups) / self._settings.num_engines)
         schedule = schedule_of(request, self._rollout.max_concurrent, equal_share)
@@ -183,9 +183,7 @@ class SGLangEngine(Engine):
                 self._fail(f"{phase}: {event.error}")
 
     def _check_lengths(self, request: RolloutRequest) -> None:
-        """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent
-        yet.
-        """
+        """Raise EngineError if a prompt and its longest response exceed the context length, before sending anything."""
         for prompt in (group.prompt for group in request.groups.values()):
             longest = len(prompt.token_ids) + request.sampling.max_response_length
             if longest > self._settings.context_length:
@@ -321,7 +319,7 @@ class SGLangEngine(Engine):
         return found
 
     def _verify(self, version: int) -> list[str]:
-        """Compare the checksums of the weights, and set the version if they are equal."""
+        """Compare weight checksums, and set the version if they are equal."""
         problems = self._request({"action": "verify", "entries": self._checksums}, version=str(version))
         self._post("ending an update", "/end_weight_update")
         if not problems and self.failure is None:
@@ -329,7 +327,7 @@ class SGLangEngine(Engine):
         return problems
 
     def _wait_until_loaded(self, index: int) -> None:
-        """Wait until the server has read the buckets of the sync up to `index`."""
+        """Wait until the server has read the sync's buckets up to `index`."""
         phase = "loading a bucket"
         while self._num_loaded <= index:
             problems, has_failed = self._reports(phase, self._posted[self._num_loaded])
@@ -340,9 +338,7 @@ class SGLangEngine(Engine):
             self._num_loaded += 1
 
     def _request(self, request: dict[str, Any], version: str | None = None) -> list[str]:
-        """Send a request to all processes of the server. Return their problems, identical on all ranks of the
-        engine.
-        """
+        """Send a request to all server processes. Return their problems, identical on all engine ranks."""
         phase = f"at {request['action']}"
         found, _ = self._reports(phase, self._send(request, torch.empty(0), version))
         problems: list[str] = json.loads(
@@ -351,7 +347,7 @@ class SGLangEngine(Engine):
         return problems
 
     def _send(self, request: dict[str, Any], handle: Tensor, version: str | None = None) -> Posted:
-        """Send this rank's part of a request to the leader. The leader posts the parts of all ranks.
+        """Send this rank's request part to the leader. The leader posts all ranks' parts.
 
         With `version` the server flushes cached prefixes and reports this version with its later samples.
         """
@@ -365,7 +361,7 @@ class SGLangEngine(Engine):
     def _reports(self, phase: str, posted: Posted) -> tuple[list[str], bool]:
         """Await a request. Return the problems that the server's processes reported, and True if a process failed.
 
-        Other ranks than the leader return no problems.
+        Only the leader returns problems.
         """
         number, response = posted
         self._await(phase, response)
@@ -383,7 +379,7 @@ class SGLangEngine(Engine):
             self.failure = f"{reason}; {self._server.tail()}"
 
     def _post(self, phase: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Call an endpoint of the server and await its response."""
+        """Call a server endpoint and await its response."""
         self._await(phase, self._start(lambda session: session.post(path, body)))
 
     def _flush_when_idle(self, phase: str) -> None:
@@ -396,9 +392,7 @@ class SGLangEngine(Engine):
         return self._session.start(call(self._session))
 
     def _await(self, phase: str, response: Future[Any] | None) -> Any:
-        """Return the result of a call. If it fails, or the server dies or stalls meanwhile, set `failure` and return
-        None.
-        """
+        """Return a call's result. If it fails, or the server dies or stalls, set `failure` and return None."""
         deadline_s = self._stall_deadline_s
         until = time.monotonic() + deadline_s
         while response is not None and self.failure is None and self._server:

@@ -1,9 +1,9 @@
-"""Load buckets into the parameters and verify them. This code runs in each tensor-parallel process of the server.
+"""Load buckets into the parameters and verify them. This code runs in each tensor-parallel server process.
 
-SGLang calls `load` (--custom-weight-loader) with one named tensor. Its name is a request in JSON. Its value is the
-buffer of buckets, if it is sent by CUDA IPC. A buffer is sent once and stays open. An exception here would end the
-server, so problems are written to a file in the server's folder, and the trainer reads the file. Differences in FP8
-blocks are reported with their bucket; the trainer keeps them until the update ends.
+SGLang calls `load` (--custom-weight-loader) with one named tensor. Its name is a JSON request. Its value is the bucket
+buffer, if it is sent via CUDA IPC. A buffer is sent once and stays open. An exception here would end the server, so
+problems are written to a file in the server's directory, and the trainer reads the file. Differences in FP8 blocks are
+reported with their bucket; the trainer keeps them until the update ends.
 
 After a load SGLang may rearrange FP8 blocks for its kernels (`process_weights_after_loading`). On Hopper, and with its
 Triton kernels on any GPU, it does not change 128 x 128 blocks with float32 scales. A sync then writes the blocks in
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from grpo_mega.weights.apply import VALUES, Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
 
 Request = dict[str, Any]
-MAX_NAMED = 20  # maximum number of problems in a report
+MAX_NAMED = 20  # maximum number of reported problems
 REMEDY = "use rollout.server_args={fp8_gemm_backend: triton} or another GPU, or leave rollout.quantization out"
 NUM_BUFFERS = 3  # one buffer is loaded while the next one is received and the one after it is packed
 _CACHE_SCALES = ("k_scale", "v_scale")
@@ -74,7 +74,7 @@ def _check(model: nn.Module, request: Request, values: Tensor) -> list[str]:
 
 
 def _fill(model: nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Copy a bucket's pieces into the parameters. Return the names of tensors with other FP8 blocks than the
+    """Copy a bucket's pieces into the parameters. Return the names of tensors whose FP8 blocks differ from the
     trainer's.
     """
     if request["opens"]:
@@ -151,9 +151,9 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def report_path(folder: Path, number: int, tp_rank: int) -> Path:
-    """Return the file where a process of the server reports on request `number`.
+    """Return the file where a server process reports on request `number`.
 
     The trainer reads it before it posts request `number` + NUM_BUFFERS, so names may repeat. `folder` is the server's
-    folder, closed to other users.
+    directory, closed to other users.
     """
     return folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"

@@ -1,4 +1,4 @@
-"""Requirements of a SGLang server on the model, the GPU and the machine. Imports neither SGLang nor torch."""
+"""SGLang server requirements for the model, the GPU and the machine. Imports neither SGLang nor torch."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from grpo_mega.distributed.kernels import Version
 from grpo_mega.weights.spec import ModelShape
 
 SERVED_CAPABILITY: Version = (8, 9)  # lowest capability if SGLang must compute in FP8 blocks without repacking
-CPU_ROWS = 32  # on a CPU SGLang pads the MLP's rows to a multiple of this (DEFAULT_MOE_PADDING_SIZE)
+CPU_ROWS = 32  # on a CPU SGLang pads MLP rows to this multiple (DEFAULT_MOE_PADDING_SIZE)
 
 
 def compiler_problems(rollout: RolloutConfig, compiler: Path | None) -> Iterator[str]:
@@ -21,7 +21,7 @@ def compiler_problems(rollout: RolloutConfig, compiler: Path | None) -> Iterator
 
 
 def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version, name: str) -> Iterator[str]:
-    """Yield problems of a server on a GPU called `name` that cannot store FP8 blocks as they are sent."""
+    """Yield problems if a server on the GPU `name` cannot store FP8 blocks as they are sent."""
     if rollout.quantization is None:
         return
     if capability < SERVED_CAPABILITY:

@@ -36,12 +36,12 @@ from grpo_mega.weights.spec import BLOCK
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_FOR_A_TOKEN = 5.0
-MOST_BYTES = 1 << 20  # maximum size of an answer during the start
+MOST_BYTES = 1 << 20  # maximum response size during the start
 SECONDS_TO_STOP = 10.0
 MAX_STARTS = 3
-PORTS = range(20000, 30000)  # does not overlap the ports of distributed.launch
+PORTS = range(20000, 30000)  # does not overlap distributed.launch's ports
 
-# Variables of the trainer's launcher, allocator and NCCL. With torchelastic's variables a server would wait for ever.
+# Launcher, allocator and NCCL variables set for the trainer. With torchelastic's variables a server would hang.
 NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 NOT_INHERITED |= {"OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 NOT_INHERITED |= {"NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"}
@@ -52,12 +52,12 @@ _PORT_CONFLICT = re.compile(
 )
 _REASONS = (  # the first pattern with a match counts, and its first matching line
     re.compile(r"sglang[\w ]*: error: (?P<text>.*)"),  # an error from the command line's parser
-    re.compile(r"(?P<text>[\w.]*(Error|Exception|Interrupt|Exit): .*)"),  # last line of a traceback
+    re.compile(r"(?P<text>[\w.]*(Error|Exception|Interrupt|Exit): .*)"),  # a traceback's last line
     re.compile(r".*\bERROR: +(?P<text>.*)"),
 )
 
-CACHE_MARGIN = 256  # additional tokens of KV cache, for partial pages and the server's warm-up
-# SGLang refuses inputs of the last tokens of its context length. A turn or a resumed sample may have such an input.
+CACHE_MARGIN = 256  # additional KV cache tokens, for partial pages and the server's warm-up
+# SGLang refuses inputs that reach the last tokens in its context length. A turn or a resumed sample may need them.
 INPUT_MARGIN = 6
 LOADER = "grpo_mega.rollout.sglang.loader.load"
 SEEDED_BY = "enable_deterministic_inference"  # with this server argument SGLang uses a seed per sample
@@ -69,25 +69,25 @@ BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of an engine. Raises ConfigError if rollout.server_args sets an argument that the trainer sets."""
+    """Engine settings. Raises ConfigError if rollout.server_args sets an argument that the trainer sets."""
 
     rollout: RolloutConfig
     model_path: Path
     dtype: str  # "float32" or "bfloat16"
-    folder: Path  # folder of server.log
+    folder: Path  # directory for server.log
     context_length: int
     device_type: str  # "cpu" or "cuda"
     rank: int = 0
     world_size: int = 1
-    base_gpu_id: int = 0  # GPU of the engine's first rank
-    cores: tuple[int, ...] = ()  # CPU cores of a server without a GPU
+    base_gpu_id: int = 0  # the GPU used by the engine's first rank
+    cores: tuple[int, ...] = ()  # CPU cores for a server without a GPU
     seed: int = 0
-    is_hybrid: bool = False  # some of the model's layers have linear attention
+    is_hybrid: bool = False  # some layers use linear attention
     routers: RouterSizes | None = None  # the model's routers; None if their choices are not recorded
     plain_modules: tuple[str, ...] = ()  # linear layers that are not quantised (Family.plain_modules)
-    lora: ServedLora | None = None  # the adapter of a sync that sends only that
+    lora: ServedLora | None = None  # the adapter, when syncs send only the adapter
     verify: bool = True  # compare checksums after each sync
-    weight_loader: str = LOADER  # dotted path of a function in the server's processes
+    weight_loader: str = LOADER  # dotted path to a function in the server's processes
     shows_progress: bool = False  # print a line from time to time while the server starts
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class EngineSettings:
         return 2 * self.stall_deadline_s(is_cold=True) + 10.0
 
     def stall_deadline_s(self, *, is_cold: bool) -> float:
-        """Return the seconds without an event after which a server is checked, and without an answer given up.
+        """Return how many seconds without an event are allowed before the server's health is checked.
 
         A server that has not finished a phase yet compiles kernels, and reads nothing meanwhile.
         """
@@ -171,7 +171,7 @@ class EngineSettings:
             "quantization": self.rollout.quantization if self.holds_blocks else None,
             **blocks,
             **({} if self.lora is None else self.lora.server_arguments(self.device_type)),
-            # Keeps the base of an adapter in host memory while the server sleeps.
+            # Keeps an adapter's base in host memory while the server sleeps.
             "enable_weights_cpu_backup": self.lora is not None and self.has_memory_saver,
         }
 
@@ -186,7 +186,7 @@ class Server:
         self._name = ""  # unique among servers
         self.url = ""
         self.key = secrets.token_hex(32)  # the server refuses requests without it, so other users cannot call it
-        self.private_folder = Path()  # the temporary folder of the server's processes, closed to other users
+        self.private_folder = Path()  # the server processes' temporary directory, closed to other users
 
     def start(self) -> None:
         """Launch the server and return at once. This may be called from any thread."""
@@ -251,9 +251,7 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the guardian, the ancestor of the server's other processes; None if it does not
-        run.
-        """
+        """Return the guardian's process id, the ancestor of all server processes; None if it does not run."""
         return self._process.pid if self._process is not None else None
 
     def is_alive(self) -> bool:
@@ -283,7 +281,7 @@ class Server:
         server_main.remove_unused()
 
     def tail(self) -> str:
-        """Return the last lines of this server's log, joined into one."""
+        """Return the last lines in this server's log, joined into one."""
         return log_tail(self._log, self._log_start)
 
     def _failed(self, problem: str) -> EngineError:
@@ -292,7 +290,7 @@ class Server:
         return EngineError(f"the SGLang server of {self._settings.folder} {problem}")
 
     def _reason(self) -> str:
-        """Return the log line with the cause of the server's end."""
+        """Return the log line that says why the server ended."""
         lines = log_lines(self._log, self._log_start)
         for kind in _REASONS:
             for line in lines:
@@ -312,9 +310,7 @@ class Server:
     def _ask(
         self, path: str, body: dict[str, Any] | None = None, deadline_s: float = SECONDS_FOR_A_TOKEN
     ) -> str | None:
-        """Return the answer of a POST, or of a GET if `body` is None. Return None without an answer or for a
-        refusal.
-        """
+        """Return the response to a POST, or to a GET if `body` is None; None when refused or unanswered."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self.headers}
         try:
@@ -331,9 +327,9 @@ def _wait_while(condition: Callable[[], bool], most_s: float) -> None:
 
 
 def warm_up(settings: EngineSettings) -> dict[str, Any]:
-    """Return a request that makes the server compile the kernels of the run's first phase.
+    """Return a request that makes the server compile the kernels for the run's first phase.
 
-    It has the run's sampling parameters and a prompt of full length, because kernels depend on both.
+    It uses the run's sampling parameters and a full-length prompt, because kernels depend on both.
     """
     rollout = settings.rollout
     num_tokens = 2  # the first is of the prefill, the second of the decoding
@@ -349,7 +345,7 @@ def warm_up(settings: EngineSettings) -> dict[str, Any]:
 
 
 def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str]:
-    """Return the command line of SGLang. The trainer's arguments come last, so they override the user's."""
+    """Return SGLang's command line. The trainer's arguments come last, so they override the user's."""
     usual = {
         "log_level": "warning",
         "stream_interval": 1_000_000,  # tokens; a sample sends only its last message
@@ -379,8 +375,7 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
 
 
 def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> dict[str, str]:
-    """Return the environment of the server's processes: the trainer's environment without variables only for the
-    trainer.
+    """Return the server processes' environment: the trainer's, without variables that are only for the trainer.
 
     The processes are all on this machine, so they use the loopback interface.
     """
@@ -404,7 +399,7 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
     }
     if settings.device_type == "cpu":
         cores, tp = settings.cores, settings.rollout.tp
-        # The cores of each tensor-parallel process.
+        # Cores per tensor-parallel process.
         parts = [
             cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] or (cores[i % len(cores)],) for i in range(tp)
         ]

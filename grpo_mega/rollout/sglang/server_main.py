@@ -37,7 +37,7 @@ from grpo_mega.distributed.environment import CORES_VARIABLE
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 from grpo_mega.weights.hf_config import resolve_config
 
-KEY_VARIABLE = "GRPO_MEGA_SERVER_KEY"  # not an argument, because all users can see the arguments of a process
+KEY_VARIABLE = "GRPO_MEGA_SERVER_KEY"  # not an argument, because all users can see a process's arguments
 SECONDS_BETWEEN_LOOKS = 0.2
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's load snapshots and message queues
@@ -69,11 +69,11 @@ def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
 
 
 def remove_unused() -> None:
-    """Remove the temporary folders and the shared memory of servers that are gone.
+    """Remove temporary directories and shared memory left by dead servers.
 
-    SGLang ends its processes with SIGKILL even without an error, so it never cleans up. Each server has a folder of
-    processes.py. While any of its processes lives, the folder is locked and the server's shared memory is open. An
-    unlocked folder, or memory that no process has open, belongs to a dead server, so no record of servers is needed.
+    SGLang ends its processes via SIGKILL even without an error, so it never cleans up. Each server has a directory from
+    processes.py. While any of its processes lives, the directory is locked and the server's shared memory is open. An
+    unlocked directory, or memory that no process has open, belongs to a dead server, so servers need not be recorded.
     """
     processes.remove_unused_folders()
     segments = [path for path in SHARED_MEMORY.glob("*") if path.name.startswith(SHARED_MEMORY_PREFIXES)]
@@ -107,7 +107,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def prepare_server() -> None:
-    """Patch a process of SGLang before its first import of SGLang. Every spawned process needs this."""
+    """Patch an SGLang process before it first imports SGLang. Every spawned process needs this."""
     hide_megatron()
     drop_idle_warnings()
     if _is_on_cpu():
@@ -117,7 +117,7 @@ def prepare_server() -> None:
 
 
 def patch_sglang(arguments: Sequence[str]) -> None:
-    """Patch what these arguments of the server need, after the first import of SGLang."""
+    """Apply the patches that these server arguments need, after the first SGLang import."""
     read_hybrid_configs()
     if "--enable-return-routed-experts" in arguments and _is_on_cpu():
         allow_routes_on_cpu()
@@ -162,22 +162,20 @@ def _wait_for_end(server: int, owner: int, watched: set[signal.Signals]) -> int:
     return 0
 
 
-ADAPTER_KEY = "adapter"  # in the meta_info of an answer: names of the adapters that computed its tokens
+ADAPTER_KEY = "adapter"  # in an answer's meta_info: names of the adapters that computed its tokens
 STUBBED = ("torchvision", "sgl_kernel")  # SGLang imports these; a CPU-only torch has no builds of them
 
 
 def hide_megatron() -> None:
-    """Keep SGLang's debug dumper from importing Megatron-core, because the import takes a second, and memory on a
-    GPU.
-    """
+    """Keep SGLang's debug dumper from importing Megatron-core, because that takes a second, and memory on a GPU."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail
 
 
 def hide_cuda() -> None:
-    """Make a torch that is built for CUDA look like one for CPUs.
+    """Make a CUDA build of torch look like a CPU build.
 
-    SGLang asks this torch, not its own device, when it releases memory, loads NCCL for ranks that share a model, and
-    places the states of a hybrid model.
+    SGLang asks torch, not its device setting, when it releases memory, loads NCCL for ranks that share a model, and
+    places a hybrid model's states.
     """
     import torch
 
@@ -201,7 +199,7 @@ def fork_children() -> None:
 def drop_idle_warnings() -> None:
     """Keep two irrelevant messages out of the log, because users look there for the cause of a failure.
 
-    One is a warning for each endpoint with GET and POST, every time the list of endpoints is read. The other is a
+    One is a warning for each endpoint with GET and POST, every time the endpoint list is read. The other is a
     traceback: a server that skips its warm-up calls its /freeze_gc before it listens. server.py makes this call later.
     """
     warnings.filterwarnings("ignore", message="Duplicate Operation ID")
@@ -212,8 +210,8 @@ def drop_idle_warnings() -> None:
 def read_hybrid_configs() -> None:
     """Make SGLang read a Qwen3.5 model's config.json as the trainer does, and serve only its language model.
 
-    SGLang reads neither layer_types nor the rotated share of a head from rope_parameters. A text has no other positions
-    than the indices of its tokens, so its rotary embedding needs no mrope_section.
+    SGLang reads neither layer_types nor a head's rotated share from rope_parameters. In text, positions are token
+    indices, so the rotary embedding needs no mrope_section.
     """
     from sglang.srt.configs.qwen3_5 import Qwen3_5TextConfig
     from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
@@ -253,13 +251,13 @@ def unpin_memory() -> None:
 
 
 def serve_adapters() -> None:
-    """Change three things of SGLang's LoRA code.
+    """Change three things in SGLang's LoRA code.
 
     - Answers name the adapter that the scheduler computed them with, "none" for the base. SGLang uses the base, without
       an error, if a request names no adapter or its adapter is not in the pool, and its answers do not tell.
-    - Adapters come from a file. SGLang's request has the tensors once per process.
-    - Unloading does not wait until all requests of the adapter have ended. SGLang never counts the end of a request
-      that was aborted in the queue, so it would wait for ever. The trainer unloads only when no request runs.
+    - Adapters come from a file. SGLang's request would hold the tensors once per process.
+    - Unloading does not wait until the adapter's requests have ended. SGLang never counts a request that was aborted in
+      the queue as ended, so it would wait for ever. The trainer unloads only when no request runs.
     """
     import torch
     from sglang.srt.lora.lora_manager import LoRAManager

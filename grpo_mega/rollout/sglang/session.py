@@ -2,10 +2,10 @@
 
 The session runs an event loop in a separate thread. Its owner submits samples and takes events from a queue, so rewards
 and bookkeeping stay in the owner's thread. If a connection breaks, the session requests the missing samples again. It
-does not repeat a request that the server refuses, and repeats nothing while samples are aborted. The server of a
-teacher, which the trainer does not start, only returns log-probs.
+never retries a rejected request, and retries nothing during an abort. A teacher's server, which the trainer does not
+start, only returns log-probs.
 
-SGLang 0.5.17, 0.5.21 and 0.5.23 differ. The session reads the server's list of endpoints instead of a version number.
+SGLang 0.5.17, 0.5.21 and 0.5.23 differ. The session reads the server's endpoint list instead of a version number.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from grpo_mega.types import Sample, Span
 ATTEMPTS = 4
 FIRST_PAUSE_S = 0.5  # pause before the second attempt; doubles each time
 CONNECT_DEADLINE_S = 10.0
-DEADLINE_S = 120.0  # deadline of each call, except requests for samples
+DEADLINE_S = 120.0  # deadline per call, except sample requests
 FLUSH_PAUSE_S = 0.05  # pause before the next attempt to flush a busy server
 LONGEST_LINE = 1 << 30  # bytes; a sample is one line
-MOST_BYTES = 1 << 28  # limit for other answers; log-probs of a million tokens are smaller
-MOST_BYTES_OF_INFO = 1 << 20  # limit for an answer of /server_info
-MOST_BYTES_OF_ERROR = 1 << 16  # number of bytes read from the answer to a failed request
-MAX_WORDS = 500  # maximum number of characters of a server's answer in an error message
-SHOWN = 80  # maximum number of characters of any other answer in an error message
-TEACHER_CONNECTIONS = 64  # maximum number of concurrent requests per rank to a teacher
-TEACHER_DEADLINE_S = 300.0  # deadline of one request to a teacher
+MOST_BYTES = 1 << 28  # limit for other answers; log-probs for a million tokens are smaller
+MOST_BYTES_OF_INFO = 1 << 20  # limit for an answer from /server_info
+MOST_BYTES_OF_ERROR = 1 << 16  # bytes read from the answer to a failed request
+MAX_WORDS = 500  # characters quoted from a server's message in an error
+SHOWN = 80  # characters quoted from any other answer in an error
+TEACHER_CONNECTIONS = 64  # maximum concurrent requests per rank to a teacher
+TEACHER_DEADLINE_S = 300.0  # deadline per request to a teacher
 LEAST_LOGPROB, MOST_LOGPROB = -3.4028235e38, 1e-3  # float32 holds the least; the most is 0 with rounding
 SPARE_CONNECTIONS = 4  # connections for calls that must not wait behind samples, such as health checks
 
@@ -57,13 +57,13 @@ class RefusedError(EngineError):
 
 @dataclass(frozen=True)
 class Event:
-    """A sample that ended, or the last event of a request, with `error` or `aborted`."""
+    """A sample that ended, or a request's last event, with `error` or `aborted`."""
 
     prompt_index: int
     sample: Sample | None = None
     was_retracted: bool = False  # the server interrupted the sample because its KV cache was full
     error: str | None = None  # why this server cannot generate the samples
-    aborted: tuple[Sample, ...] | None = None  # unfinished samples at the time of the abort
+    aborted: tuple[Sample, ...] | None = None  # unfinished samples at the abort
 
 
 class Session(LoopThread):
@@ -80,12 +80,12 @@ class Session(LoopThread):
         """Open a session.
 
         `num_connections`: maximum number of concurrent requests. `is_seeded`: the server uses a seed per sample, so a
-        request lists each sample separately. `routers`: the routers of the model, if the server records their choices.
+        request lists each sample separately. `routers`: the model's routers, if the server records their choices.
         """
         self.url = url
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.is_aborting = False  # the owner sets this while it aborts running samples
-        self.adapter: str | None = None  # name of the adapter that all samples must use
+        self.adapter: str | None = None  # adapter that all samples must use
         self._is_seeded, self._routers, self._deadline_s = is_seeded, routers, deadline_s
         self._endpoints: set[str] | None = None
         super().__init__("sglang-session")
@@ -166,7 +166,7 @@ class Session(LoopThread):
         return text
 
     async def logprobs(self, token_ids: Sequence[int], num_last: int) -> list[float]:
-        """Return the log-probs [num_last] of the last tokens under the server's model, at temperature 1."""
+        """Return the last tokens' log-probs [num_last] under the server's model, at temperature 1."""
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -204,10 +204,10 @@ class Session(LoopThread):
         step: int,
         on_event: Callable[[Event], None] | None = None,
     ) -> Future[None]:
-        """Start or continue samples of a group in one request. Return its future, which may be cancelled.
+        """Start or resume a group's samples in one request. Return its future, which may be cancelled.
 
-        Each sample that ends is an event. An event with `error` or `aborted` is the last of the request. With
-        `on_event` the session's thread calls it with the events, and they do not enter the queue.
+        Each sample that ends is an event. An event with `error` or `aborted` ends the request. With `on_event` the
+        session's thread calls it with the events, and they do not enter the queue.
         """
         return self.start(self._generate(prompt_index, samples, sampling, step, on_event or self.events.put))
 
@@ -281,7 +281,7 @@ class Session(LoopThread):
 
 
 def served_logprobs(name: str, url: str, samples: Sequence[Sample], on_answer: Callable[[], None]) -> list[list[float]]:
-    """Return a teacher's log-probs of each sample's response tokens, at temperature 1. Raise EngineError if a request
+    """Return a teacher's log-probs for each sample's response tokens, at temperature 1. Raise EngineError if a request
     fails.
     """
     with contextlib.closing(
@@ -316,7 +316,7 @@ def check_server(name: str, url: str) -> None:
 
 
 def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is_seeded: bool) -> dict[str, Any]:
-    """Return the request that starts or continues these samples of a group."""
+    """Return the request that starts or resumes these samples in a group."""
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_response_length,
         "temperature": sampling.temperature,
@@ -341,7 +341,7 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
 
 
 def is_by_adapter(expected: str | None, answer: dict[str, Any]) -> bool:
-    """Return True if the server computed all tokens of an answer with the adapter of this name. None: with the base.
+    """Return True if the server computed all tokens in an answer using the adapter `name`. None: using the base.
 
     Return False if it does not tell, because the request was aborted in its queue. Raise EngineError otherwise.
     """
@@ -364,7 +364,7 @@ def sample_seed(*numbers: int) -> int:
 
 
 def checked_logprobs(values: Iterable[Any]) -> list[float]:
-    """Return the log-probs of a server, without rounding above 0. Raise ValueError if one cannot be a log-prob."""
+    """Return a server's log-probs, without rounding above 0. Raise ValueError if a value cannot be a log-prob."""
     found = list(values)
     for value in found:
         if type(value) not in (int, float) or not LEAST_LOGPROB <= value <= MOST_LOGPROB:
@@ -373,12 +373,12 @@ def checked_logprobs(values: Iterable[Any]) -> list[float]:
 
 
 def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers: RouterSizes | None = None) -> Sample:
-    """Return the sample with the tokens of the server's answer. It is unfinished if it was aborted before its end.
+    """Append the tokens in the server's answer to the sample. It is unfinished if it was aborted before its end.
 
     Raise an error if a token, the length or a log-prob is impossible.
 
-    If the server retracted the request for lack of cache, it computed tokens again and reports the experts of the
-    second computation. The log-probs are from the first, so the experts of such a request count as not known.
+    If the server retracted the request for lack of cache, it recomputed tokens and reports the second computation's
+    experts. The log-probs are from the first, so such a request's experts are unknown.
     """
     meta = answer["meta_info"]
     entries = meta.get("output_token_logprobs") or ()  # None if a request was aborted before its start
@@ -410,7 +410,7 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers
 
 
 async def _text(response: aiohttp.ClientResponse, most_bytes: int) -> str:
-    """Return the body of an answer, or the start of a refusal. Raise EngineError if the answer is too long."""
+    """Return an answer's body, or the start of a refusal. Raise EngineError if the answer is too long."""
     is_refusal = response.status != 200
     most_bytes = MOST_BYTES_OF_ERROR if is_refusal else most_bytes
     body = bytearray()
@@ -425,7 +425,7 @@ async def _text(response: aiohttp.ClientResponse, most_bytes: int) -> str:
 
 
 def _words(text: str) -> str:
-    """Return the message of a server's answer, on one line."""
+    """Return the message in a server's answer, on one line."""
     parsed = _parsed(text)
     error = parsed.get("error", parsed)
     message = error.get("message", text) if isinstance(error, dict) else error

@@ -1,8 +1,8 @@
-"""Sample the turns of conversations on an SGLang server. An engine uses `Turns` in the place of its session.
+"""Sample conversation turns on an SGLang server. An engine uses `Turns` in place of its session.
 
-A conversation starts and ends like a sample. In between the session samples each turn that the conversation asks for,
-with one request, and answers it in the session's thread. A conversation that thinks keeps nothing on the server, and
-does not look like a hang, because the server then answers health checks.
+A conversation starts and ends like a sample. In between the session samples each turn that the conversation requests,
+using one request per turn, and answers in the session's thread. Between turns a conversation holds no server state.
+This is not mistaken for a hang, because the server still answers health checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def samples_of(request: RolloutRequest, session: Session) -> Iterator[Session | Turns]:
-    """Yield what generates the samples of a request: the session itself, or conversations with turns from the session.
+    """Yield the sample generator for a request: the session itself, or conversations using the session's turns.
 
     At the end no conversation runs.
     """
@@ -47,7 +47,7 @@ class Turns:
     def __init__(self, session: Session, conversations: Conversations, sampling: Sampling) -> None:
         self._session, self._conversations = session, conversations
         self._sampling = conversations.sampling = sampling
-        self._running: dict[Key, Sample] = {}  # samples of the running conversations
+        self._running: dict[Key, Sample] = {}  # samples in running conversations
         self._retracted: set[Key] = set()  # conversations with a turn that the server interrupted
         # The session's thread answers turns, so this lock protects the fields below.
         self._lock = threading.Condition()
@@ -55,13 +55,13 @@ class Turns:
         self._numbers = itertools.count()
 
     def generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
-        """Start the conversations of these samples."""
+        """Start these samples' conversations."""
         for sample in samples:
             self._running[prompt_index, sample.index] = sample
             self._conversations.start(prompt_index, sample.index, sample.prompt, step)
 
     def next_event(self, timeout: float) -> Event:
-        """Return the next end of a conversation. Raise queue.Empty if there is none within this time.
+        """Return the next conversation that ends. Raise queue.Empty if there is none within this time.
 
         While the session is aborting, conversations must have been aborted too, and each is an event once the server
         has ended all turns.
@@ -83,7 +83,7 @@ class Turns:
         return Event(prompt_index, aborted=(sample,))
 
     def end(self) -> None:
-        """End the conversations that still run, after a failure. Later answers of the session are ignored."""
+        """End running conversations after a failure. The session's later answers are ignored."""
         with self._lock:
             self._in_flight.clear()
         if self._running:
@@ -105,7 +105,7 @@ class Turns:
             self._in_flight[number] = request.key, future
 
     def _answer(self, number: int, request: TurnRequest, event: Event) -> None:
-        """Answer a turn, or report the error of the server. The session's thread calls it."""
+        """Answer a turn, or report the server's error. The session's thread calls it."""
         with self._lock:
             if self._in_flight.pop(number, None) is None:
                 return
@@ -120,7 +120,7 @@ class Turns:
                 self._conversations.answer(request, TurnResult(ids, logprobs, reason, sample.policy_version))
 
     def _ended(self, key: Key, sample: Sample) -> Event:
-        """Return the event of a conversation that ended. Give up a turn that it did not wait for."""
+        """Return the event for a conversation that ended. Give up a turn that it did not wait for."""
         del self._running[key]
         with self._lock:
             for number, (other, future) in list(self._in_flight.items()):
