@@ -82,11 +82,6 @@ class Plan:
         return checkpoint_bytes(self.setup)
 
     @property
-    def kept_bytes(self) -> float:
-        """Return the bytes of all kept checkpoints plus the one being written."""
-        return self.checkpoint * (self.setup.config.checkpoint.keep + 1)
-
-    @property
     def peak_gib(self) -> float:
         if self.setup.card.is_cpu:  # the ranks of a machine share its memory with reward workers
             return self.host.peak.gib / self.setup.ranks_per_node

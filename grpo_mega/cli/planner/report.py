@@ -55,11 +55,9 @@ def sections(plan: Plan) -> Iterator[ReportSection]:
     yield ReportSection(
         "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes
     )
-    size = f"{plan.checkpoint / 1e9:,.0f} GB"
-    kept = (
-        f"= {size}; {plan.kept_bytes / 1e9:,.0f} GB with the {setup.config.checkpoint.keep} kept and the one being"
-        " written"
-    )
+    size, keep = f"{plan.checkpoint / 1e9:,.0f} GB", setup.config.checkpoint.keep
+    all_sizes = f"{plan.checkpoint * (keep + 1) / 1e9:,.0f} GB"
+    kept = f"= {size}; {all_sizes} with the {keep} kept and the one being written"
     remarks = [f"A save needs {size} of free disk."]
     yield ReportSection("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
     shares = {phase.label: phase / timing.step for phase in timing.phases}
