@@ -182,7 +182,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """
 
     def __init__(self, what: str, job: "ForkedJob", preload: Sequence[str] = ()) -> None:
-        self.job = job  # of the next worker
+        self.job = job  # what the next worker gets
         self.workers: list[Worker] = []  # all that live
         self.failure: str | None = None
         self.changed = threading.Condition()  # guards all fields, and those of subclasses
