@@ -69,14 +69,14 @@ class Checks:
         self._queue: deque[Check] = deque()
         self._shared: dict[Texts, Check] = {}  # checks that are queued or running
         self._verdicts: dict[Texts, Score] = {}  # most recently used last
-        self.failures: dict[Texts | str, Score] = {}  # by texts or gold answer; checks that hung or crashed
+        self._failures: dict[Texts | str, Score] = {}  # by texts or gold answer; checks that hung or crashed
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
         """Return the remembered Score of these texts; None if there is none."""
         if score := self._verdicts.pop(texts, None):
             self._verdicts[texts] = score
-        return score or self.failures.get(texts[0]) or self.failures.get(texts)
+        return score or self._failures.get(texts[0]) or self._failures.get(texts)
 
     def add(self, check: Check) -> None:
         """Queue a check. If a check with the same texts exists, add the samples to it instead."""
@@ -109,7 +109,7 @@ class Checks:
         """
         self._end(check)
         if check.texts is not None:
-            (self._verdicts if is_own else self.failures)[check.texts] = score
+            (self._verdicts if is_own else self._failures)[check.texts] = score
         if len(self._verdicts) > self._capacity:
             del self._verdicts[next(iter(self._verdicts))]
         return check.keys
@@ -118,7 +118,7 @@ class Checks:
         """Give this score to every check of this gold answer until `end_rollout`. Return the checks that were
         queued.
         """
-        self.failures[gold] = score
+        self._failures[gold] = score
         refused = [check for check in self._queue if check.texts is not None and check.texts[0] == gold]
         self._queue = deque(check for check in self._queue if check not in refused)
         for check in refused:
@@ -127,7 +127,7 @@ class Checks:
 
     def end_rollout(self) -> None:
         """Forget hangs and crashes."""
-        self.failures = {}
+        self._failures = {}
 
     def _end(self, check: Check) -> None:
         if check.texts is not None and self._shared.get(check.texts) is check:
@@ -169,7 +169,6 @@ class RewardPool(WorkerPool):
         self._in_workers = [name for name in self._weights if name not in JUDGED]
         self._num_checks = len(self._in_workers) + self._is_judged  # checks of a sample
         self._maybe_of_groups = frozenset(name for name in self._in_workers if name not in BUILT_IN)
-
         super().__init__(
             "reward workers",
             CheckJob(code_dir, rewards, is_replacement=False),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import Pipe, connection, forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from grpo_mega.errors import UserError, WorkerError
 from grpo_mega.processes import die_with_parent, enter_private_folder, kill_session
@@ -174,7 +174,7 @@ class Worker:
         return None
 
 
-class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
+class WorkerPool:
     """Warm workers for one job. A worker that ends or is killed is replaced. Thread-safe.
 
     After a failure, no worker starts. `what` names the workers in its text. `preload`: modules that are imported once,
@@ -182,7 +182,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """
 
     def __init__(self, what: str, job: "ForkedJob", preload: Sequence[str] = ()) -> None:
-        self.job = job  # of the next worker
+        self.job = job  # what the next worker gets
         self.workers: list[Worker] = []  # all that live
         self.failure: str | None = None
         self.changed = threading.Condition()  # guards all fields, and those of subclasses
@@ -190,6 +190,9 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._idle: list[Worker] = []
         self._servers = [ForkServer(preload)]
         self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

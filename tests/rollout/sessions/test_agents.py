@@ -293,8 +293,8 @@ def test_workers_and_tools_end_with_a_killed_rank() -> None:
     name, _, value = mark.partition("=")
     environment = os.environ | {name: value, "PYTHONPATH": str(HERE.parents[2])}
     rank = subprocess.Popen([sys.executable, "-c", KILLED, served.url], env=environment)
-    # the rank, a resource tracker, two fork servers, the agent worker and the tool
-    _wait_for(lambda: len(_marked(mark)) >= 6)
+    # the rank, a resource tracker, two fork servers, the agent worker, the warm process and the tool
+    _wait_for(lambda: len(_marked(mark)) >= 7)
     rank.kill()
     rank.wait()
     _wait_for(lambda: not _marked(mark))
