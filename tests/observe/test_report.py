@@ -37,7 +37,7 @@ def test_the_page_has_curves_samples_answers_config_and_warnings(tmp_path: Path)
     last = data["samples"]["steps"][-1]
     (group,) = last["groups"]
     assert last["step"] == 12 and [s["reward"] for s in group["samples"]] == [0.0, 1.0, 2.0]
-    assert group["samples"][1]["t"] == ["a", "<", "b"] and group["samples"][1]["mm"] == [1e-4] * 3
+    assert group["samples"][1]["tokens"] == ["a", "<", "b"] and group["samples"][1]["mismatch"] == [1e-4] * 3
     assert [[a["ok"] for a in row["answers"]] for row in data["heldout"]["rows"]] == [[0.0, 1.0], [1.0, 1.0]] * 2
     assert ["steps", "12", False] in data["config"] and ["seed", "0", True] in data["config"]
     assert data["subtitle"] == f"{tmp_path / 'run'} · model m · tp 1, pp 1, dp 4, engine embedded"
@@ -81,7 +81,7 @@ def test_text_of_a_run_cannot_leave_its_element(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", response=HOSTILE)
     text = write_report(run).read_text()
     assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
-    assert data_of(run / "report.html")["samples"]["steps"][0]["groups"][0]["samples"][0]["t"][0] == "<"
+    assert data_of(run / "report.html")["samples"]["steps"][0]["groups"][0]["samples"][0]["tokens"][0] == "<"
     assert "<" not in embedded({"a": HOSTILE + "\ud800"}) and json.loads(embedded({"a": "<&>\u2028"})) == {
         "a": "<&>\u2028"
     }
@@ -222,7 +222,7 @@ def test_rows_of_older_runs_are_shown_without_colors(tmp_path: Path) -> None:
         run / "samples.jsonl", [{"step": 1, "prompt_id": 3, "index": 2, "prompt": "p", "response": "r", "reward": 1.0}]
     )
     (group,) = data_of(write_report(run))["samples"]["steps"][0]["groups"]
-    assert group["samples"][0]["t"] is None and group["samples"][0]["response"] == "r"
+    assert group["samples"][0]["tokens"] is None and group["samples"][0]["response"] == "r"
 
 
 def test_a_conversation_is_split_into_turns_inserted_tokens_and_histories(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_conversation_is_split_into_turns_inserted_tokens_and_histories(tmp_pa
         ("turn", "turn 1"),
         ("inserted", "template"),
     ]
-    assert len(others) == 5 and all(one["t"] or one["response"] for one in others)
+    assert len(others) == 5 and all(one["tokens"] or one["response"] for one in others)
 
 
 def test_a_folder_without_a_run_is_a_one_line_error_with_its_name(tmp_path: Path) -> None:

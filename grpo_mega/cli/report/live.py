@@ -62,25 +62,22 @@ class Source:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._lock = run_dir, threading.Lock()
-        self._stamp: object = None
-        self._data: dict[str, Any] = {}
+        self._data: dict[str, Any] = {"version": ""}
         self._not_before = 0.0
 
     def read(self) -> dict[str, Any]:
-        """Return the newest data. Its "version" changes with its content. Raise ConfigError if the folder is gone."""
+        """Return the newest data. Its "version" changes with the files. Raise ConfigError if the folder is gone."""
         check_run(self._run_dir)
         with self._lock:
             started_at = time.monotonic()
             paths = [*(self._run_dir / name for name in _FILES), *heldout_files(self._run_dir).values()]
             stats = [path.stat() for path in paths if path.exists()]
-            is_running = is_held(self._run_dir / LOCK_FILE)
-            stamp = [is_running, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)]
-            if stamp != self._stamp and started_at >= self._not_before:
-                data = read_run(self._run_dir)
-                content = embedded(data | {"written": ""})
-                self._data = data | {"is_live_page": True, "version": hashlib.sha256(content.encode()).hexdigest()[:16]}
+            stamp = [is_held(self._run_dir / LOCK_FILE), *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)]
+            version = hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]
+            if version != self._data["version"] and started_at >= self._not_before:
+                self._data = read_run(self._run_dir) | {"is_live_page": True, "version": version}
                 now = time.monotonic()
-                self._stamp, self._not_before = stamp, now + (now - started_at) * (1 / MAX_SHARE - 1)
+                self._not_before = now + (now - started_at) * (1 / MAX_SHARE - 1)
             return self._data
 
 

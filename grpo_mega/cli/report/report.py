@@ -333,17 +333,12 @@ def _groups(records: list[Record]) -> list[Record]:
 def _sample(record: Record) -> Record:
     response, ends = str(record.get("response", "")), record.get("token_ends")
     tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
-    sample = {
-        "index": record.get("index"),
-        "version": record.get("policy_version"),
-        "finish": record.get("finish_reason"),
-        "reward": record.get("reward"),
+    names = ("index", "policy_version", "finish_reason", "reward", "rollout_logprobs", "mismatch")
+    sample = {name: record.get(name) for name in names} | {
         "rewards": record.get("rewards") or {},
         "verdicts": record.get("verdicts") or {},
-        "a": record.get("advantages") or record.get("advantage"),
-        "lp": record.get("rollout_logprobs"),
-        "mm": record.get("mismatch"),
-        "t": tokens,
+        "advantage": record.get("advantages") or record.get("advantage"),
+        "tokens": tokens,
         "response": None if tokens else response,
     }
     if tokens and record.get("turns"):
