@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import parse
 
-from grpo_mega.config import LayoutConfig, PrecisionConfig
+from grpo_mega.config import Config, LayoutConfig, PrecisionConfig
 from grpo_mega.distributed.versions import installed_version
 from grpo_mega.errors import ConfigError
 from grpo_mega.weights.spec import BLOCK, ModelShape
@@ -159,19 +159,13 @@ def length_multiple(precision: PrecisionConfig, layout: LayoutConfig) -> int:
 
 
 def kernel_problems(
-    precision: PrecisionConfig,
-    layout: LayoutConfig,
-    dtype: str,
-    capability: Version | None,
-    name: str,
-    transformer_engine: str | None,
-    flash_attn: str | None,
+    config: Config, capability: Version | None, name: str, transformer_engine: str | None, flash_attn: str | None
 ) -> Iterator[str]:
     """Yield what Transformer Engine lacks on a GPU called `name`. Without a `capability` the GPU is not known."""
-    yield from transformer_engine_problems(precision, transformer_engine)
-    yield from exchange_problems(layout, transformer_engine)
+    yield from transformer_engine_problems(config.precision, transformer_engine)
+    yield from exchange_problems(config.layout, transformer_engine)
     if capability is not None:
-        yield from attention_problems(dtype, capability, name, transformer_engine, flash_attn)
+        yield from attention_problems(config.model.resolved_dtype, capability, name, transformer_engine, flash_attn)
 
 
 def transformer_engine_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
@@ -281,16 +275,16 @@ def _recipes(holds: Callable[[Needs], bool]) -> str:
     return " or ".join(name for name, needs in RECIPES.items() if holds(needs))
 
 
-def context_problems(cp: int, dtype: str, share_prompts: bool) -> Iterator[str]:
+def context_problems(config: Config) -> Iterator[str]:
     """Yield problems of features that Transformer Engine's layers do not compute. Plans for GPUs use these layers,
     too.
     """
-    if cp > 1 and dtype == "float32":
+    if config.layout.cp > 1 and config.model.resolved_dtype == "float32":
         yield (
-            f"layout.cp={cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
+            f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
             "context-parallel attention supports only bfloat16; use bfloat16, or raise layout.tp or layout.pp instead"
         )
-    if share_prompts:
+    if config.batch.share_prompts:
         yield (
             "batch.share_prompts=true: must be left out on GPUs with Transformer Engine; its attention has no such mask"
         )

@@ -65,9 +65,8 @@ def check_kernels(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
-    raise_all(context_problems(config.layout.cp, config.model.resolved_dtype, config.batch.share_prompts))
-    sections = config.precision, config.layout, config.model.resolved_dtype
-    raise_all(kernel_problems(*sections, device.capability, device.name, version, kernels.flash_attention_version()))
+    raise_all(context_problems(config))
+    raise_all(kernel_problems(config, device.capability, device.name, version, kernels.flash_attention_version()))
 
 
 def check_attention(shape: ModelShape, dtype: torch.dtype, device: Device) -> None:

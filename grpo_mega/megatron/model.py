@@ -109,8 +109,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's config, with the settings that prevent its silent errors."""
     dtype = DTYPES[model.resolved_dtype]
-    is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
-    use_te = uses_transformer_engine(runtime)
+    is_cuda, use_te = runtime.device.is_cuda, uses_transformer_engine(runtime)
     config_class = MLATransformerConfig if shape.kv_lora else TransformerConfig
     return config_class(
         num_layers=shape.num_layers,
@@ -132,8 +131,8 @@ def transformer_config(
         context_parallel_size=runtime.layout.cp,
         cp_comm_type=layout.cp_comm_type,
         pipeline_model_parallel_size=runtime.layout.pp,
-        virtual_pipeline_model_parallel_size=runtime.layout.vpp if is_interleaved else None,
         pipeline_model_parallel_layout=_uneven_stages(shape, runtime),
+        **_interleaving(runtime.layout.vpp),
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -157,11 +156,17 @@ def transformer_config(
         calculate_per_token_loss=True,
         # With gloo an output may be freed before it is sent to the next stage. Losses are then randomly wrong.
         deallocate_pipeline_outputs=is_cuda,
-        # With gloo and interleaving at pp=2, batched p2p swaps the previous and the next stage.
-        overlap_p2p_comm=is_interleaved,
-        batch_p2p_comm=not is_interleaved,
         **_recompute_settings(model, uses_te=use_te),
     )
+
+
+def _interleaving(vpp: int) -> dict[str, Any]:
+    # With gloo and interleaving at pp=2, batched p2p swaps the previous and the next stage.
+    return {
+        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+        "overlap_p2p_comm": vpp > 1,
+        "batch_p2p_comm": vpp <= 1,
+    }
 
 
 def _recompute_settings(model: ModelConfig, *, uses_te: bool) -> dict[str, Any]:

@@ -362,7 +362,7 @@ def test_context_parallelism_that_transformer_engine_lacks_is_refused(
 ) -> None:
     config = validate(RAW | {"layout": layout, "model": {"path": "m", "dtype": dtype}})
     problems = [
-        *context_problems(config.layout.cp, config.model.resolved_dtype, config.batch.share_prompts),
+        *context_problems(config),
         *exchange_problems(config.layout, version),
         *layout_problems(config.layout, LLAMA_70B),
     ]

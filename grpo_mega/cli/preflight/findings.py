@@ -156,7 +156,7 @@ def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> 
     rollout, card = config.rollout, machine.card
     yield from world_size_problems(config.layout, machine.world_size)
     if card is not None:
-        yield from context_problems(config.layout.cp, config.model.resolved_dtype, config.batch.share_prompts)
+        yield from context_problems(config)
         yield from card_problems(config.precision, card.capability, card.title)
         yield from dispatcher_problems(config.layout, config.model.resolved_dtype, card.capability, card.title)
     if shape is not None:
