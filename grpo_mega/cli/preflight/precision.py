@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 
 from grpo_mega import config as configs
 from grpo_mega.cli.preflight.machine import Machine
@@ -88,7 +89,14 @@ def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     """Yield requirements that the installed packages miss."""
     transformer_engine = machine.transformer_engine
     yield from kernel_problems(config, *machine.gpu(config.device), transformer_engine, machine.flash_attention)
-    yield from broken_rules(config, {"Transformer Engine": transformer_engine})
+    yield from broken_rules(
+        config,
+        {
+            "Transformer Engine": transformer_engine,
+            "the package tensorboard": find_spec("tensorboard"),
+            "the package sglang": machine.has_sglang,
+        },
+    )
     parts = config.model.recompute_modules or ()
     if "layernorm" in parts and transformer_engine is None:  # Megatron's function for it uses names of TE
         yield (
