@@ -14,7 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 cd "$ROOT"
 
 FAST=(tests/{algorithm,batching,weights,planner,rewards,preflight})
-FAST+=(tests/{test_imports,test_config,test_yaml_text,test_language}.py)
+FAST+=(tests/{test_imports,test_config,test_config_rules,test_yaml_text,test_language}.py)
 
 install_system_packages() {
     local list="$ROOT/tests/debian-packages.txt" packages as_root=()

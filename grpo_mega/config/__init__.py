@@ -1,8 +1,9 @@
 """The schema of a run's config: sections of pydantic models, read from YAML with `--set a.b=c` on top. Never imports
 torch.
 
-run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule that
-needs more than the config itself (files, the model, the machine) is in cli/preflight/.
+run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule
+about another key, the model's kind or a package is at the key's field (base.ruled). Other rules that need more than the
+config itself are in cli/preflight/.
 
 Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written. An error is one
 line with the key, its value and the fix.

@@ -40,10 +40,10 @@ def check_named(path: Path) -> Path:
 # Text in YAML; ~ is the user's home.
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(check_named), AfterValidator(user_path)]
 # Each rule of a key about another: how a message tells that it is broken, and whether two values break it.
-RULES: dict[str, tuple[str, Callable[[Any, Any], object]]] = {
-    "needs": ("needs", lambda *_: False),
-    "excludes": ("conflicts with", lambda *_: False),
-    "used_with": ("does nothing without", lambda *_: False),
+RULES: dict[str, tuple[str, Callable[[Any, Any], object] | None]] = {
+    "needs": ("needs", None),
+    "excludes": ("conflicts with", None),
+    "used_with": ("does nothing without", None),
     "divides": ("does not divide", lambda value, other: other % value),
     "at_most": ("is above", operator.gt),
     "below": ("is not below", operator.ge),
@@ -160,7 +160,9 @@ def broken_rules(
                 what = condition.replace("|", " or ").replace(">", " > ") + (f", not {model}" if model else "")
                 otherwise = f"leave {leaf} out" if words else f"set it, or leave {leaf} out"
             else:
-                what = " and ".join(f"{term} of {model}" if term in words else _setting(keys, term) for term in met)
+                what = " and ".join(
+                    f"{term} of {model}".removesuffix(" of ") if term in words else _setting(keys, term) for term in met
+                )
                 otherwise = f"leave {leaf} out" if kind == "excludes" else "lower it"
             if kind == "divides":
                 otherwise = f"use {any_divisor(keys[condition][0])}"
@@ -204,9 +206,9 @@ def _holds(keys: Mapping[str, Any], kind: str, value: Any, term: str) -> object:
     """Return True if a condition on a key is true, or if the key's value and `value` break a comparison."""
     name, _, wanted = term.partition("=")
     other, is_set, _ = keys[name.partition(">")[0].rstrip("!")]
-    if kind in ("needs", "excludes", "used_with"):
-        return (shown(other) in wanted.split("|")) != name.endswith("!") if wanted else is_set
-    return None not in (value, other) and RULES[kind][1](value, other)
+    if breaks := RULES[kind][1]:
+        return None not in (value, other) and breaks(value, other)
+    return (shown(other) in wanted.split("|")) != name.endswith("!") if wanted else is_set
 
 
 def _setting(keys: Mapping[str, Any], term: str) -> str:

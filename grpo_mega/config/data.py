@@ -71,13 +71,18 @@ class DataConfig(Section):
     train: Annotated[tuple[TrainSource, ...], LIST] = Field(
         description="Training data: a path, a list of paths, or a list of sources with weights."
     )
-    heldout: DataSource | None = Field(
-        default=None, description="Held-out data for evaluation. None means no held-out set of this kind."
+    heldout: DataSource | None = ruled(
+        excludes="data.heldout_sets or data.heldout_size or data.heldout_fraction; give one of them",
+        default=None,
+        description="Held-out data for evaluation. None means no held-out set of this kind.",
     )
-    heldout_sets: dict[str, DataSource] = Field(
-        default={}, description="Several held-out sets, by the names of their metrics. Used instead of heldout."
+    heldout_sets: dict[str, DataSource] = ruled(
+        excludes="data.heldout_size or data.heldout_fraction; give one of them",
+        default={},
+        description="Several held-out sets, by the names of their metrics. Used instead of heldout.",
     )
-    heldout_size: PositiveInt | None = Field(
+    heldout_size: PositiveInt | None = ruled(
+        excludes="data.heldout_fraction; give one of them",
         default=None,
         description="Number of prompts to split off from train as a held-out set. They are never trained on.",
     )
@@ -183,15 +188,6 @@ class DataConfig(Section):
         for path in paths:
             if paths.count(path) > 1:
                 yield f"data.train names {path!r} twice; give it once, with its total weight"
-        heldout = {
-            "data.heldout": self.heldout and self.heldout.path,
-            "data.heldout_sets": ", ".join(self.heldout_sets) or None,
-            "data.heldout_size": self.heldout_size,
-            "data.heldout_fraction": self.heldout_fraction,
-        }
-        given = [f"{key}={value}" for key, value in heldout.items() if value is not None]
-        if len(given) > 1:
-            yield f"{' and '.join(given)} are set; give one of them"
         for name in self.heldout_sets:
             if not re.fullmatch(r"[\w.-]+", name):
                 yield f"data.heldout_sets has the name {name!r}; use letters, digits, '.', '_' and '-'"

@@ -77,6 +77,7 @@ class RouterConfig(Section):
     """Train the routers of MoE models; they compute in fp32. megatron/routers.py says how a loss is averaged."""
 
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = ruled(
+        needs="model.router.aux_loss_coeff>0",
         excludes=_NO_LORA,
         default="none",
         description=(
@@ -85,7 +86,10 @@ class RouterConfig(Section):
         ),
     )
     aux_loss_coeff: NonNegativeFloat = ruled(
-        excludes=(_NO_LORA, "model.router.freeze"), default=0.0, description="Coefficient of the balancing loss."
+        needs="model.router.balancing",
+        excludes=(_NO_LORA, "model.router.freeze"),
+        default=0.0,
+        description="Coefficient of the balancing loss.",
     )
     z_loss_coeff: NonNegativeFloat = ruled(
         excludes=(_NO_LORA, "model.router.freeze"),
@@ -104,13 +108,6 @@ class RouterConfig(Section):
         default=None, description="Drop an expert's tokens above this multiple of an even load. None drops no token."
     )
     freeze: bool = Field(default=False, description="Do not train the routers.")
-
-    def _problems(self) -> Iterator[str]:
-        if (self.balancing == "none") != (self.aux_loss_coeff == 0):
-            yield (
-                f"model.router.balancing={self.balancing} contradicts"
-                f" model.router.aux_loss_coeff={self.aux_loss_coeff:g}; set both or neither"
-            )
 
 
 class LoraConfig(Section):

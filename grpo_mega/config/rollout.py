@@ -28,8 +28,12 @@ _AGENTS = "rollout.agent or rollout.tools, whose samples are generated whole"
 _OF_AGENTS = "rollout.agent or rollout.tools; leave it out"
 
 
+_ALL_TOKENS = "a training step, whose log-probs are over all tokens; use eval.top_p or grpo-mega sample"
+
+
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = ruled(
+        needs="the package sglang; see grpo_mega/rollout/sglang/README.md, or use embedded",
         excludes="missing support in SGLang; use embedded",
         default="embedded",
         description="What generates: embedded runs inside the trainer's ranks, sglang starts SGLang servers.",
@@ -43,6 +47,7 @@ class RolloutConfig(Section):
         divides="rollout.tp", default=1, description="Expert-parallel size inside an engine. Must divide tp."
     )
     placement: Literal["colocated", "separate"] = free(
+        needs="layout.engine_ranks, ranks that only generate",
         excludes=_AGENTS,
         default="colocated",
         description=(
@@ -55,15 +60,18 @@ class RolloutConfig(Section):
         default=1.0,
         description="Sampling temperature.",
     )
-    top_p: Fraction = Field(
+    top_p: Fraction = ruled(
+        excludes=_ALL_TOKENS,
         default=1.0,
         description=(
             "Sample from the smallest set of tokens with this total probability among all tokens. 1 uses all tokens. "
             "Training needs 1. With top_k, a token must be in both sets."
         ),
     )
-    top_k: NonNegativeInt = Field(
-        default=0, description="Sample from this many most likely tokens. 0, as training needs it, uses all tokens."
+    top_k: NonNegativeInt = ruled(
+        excludes=_ALL_TOKENS,
+        default=0,
+        description="Sample from this many most likely tokens. 0, as training needs it, uses all tokens.",
     )
     max_response_length: PositiveInt = Field(default=1024, description="Maximum number of tokens in a response.")
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], LIST] = Field(

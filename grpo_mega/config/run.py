@@ -1,7 +1,7 @@
 """The config of a run, and its sections for layout, batch, evaluation, checkpoints and logs.
 
-A key's description has its meaning and unit, and the meaning of None or 0. `_problems` yields the
-broken rules that need only the config.
+A key's description has its meaning and unit, and the meaning of None or 0. Its field has the rules about other keys.
+`_problems` yields what no such rule can say.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ class LayoutConfig(Section):
         default=False,
         description="Overlap the gathering of parameters with the forward pass. Needs overlap_grad_reduce.",
     )
-    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = Field(
-        default=0, description="Number of additional ranks that only generate. Used with rollout.placement=separate."
+    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = ruled(
+        needs="rollout.placement=separate",
+        default=0,
+        description="Number of additional ranks that only generate. Used with rollout.placement=separate.",
     )
 
     @property
@@ -172,7 +174,11 @@ class EvalConfig(Section):
     num_prompts: PositiveInt | None = Field(
         default=None, description="Number of prompts per held-out set. None uses all."
     )
-    greedy: bool = Field(default=True, description="Generate one greedy response per prompt, for eval/score.")
+    greedy: bool = ruled(
+        needs="eval.samples>0, because nothing is left to evaluate",
+        default=True,
+        description="Generate one greedy response per prompt, for eval/score.",
+    )
     samples: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0, description="Number of sampled responses per prompt, for eval/mean@N, pass@K and majority@K."
     )
@@ -193,8 +199,6 @@ class EvalConfig(Section):
         return tuple(powers) if self.ks is None else self.ks
 
     def _problems(self) -> Iterator[str]:
-        if not self.greedy and not self.samples:
-            yield "eval.greedy=false and eval.samples=0 leave nothing to evaluate; set one of them"
         for k in self.ks or ():
             if k > self.samples:
                 yield f"eval.ks={list(self.ks or ())} has {k}, above eval.samples={self.samples}; raise samples"
@@ -217,7 +221,8 @@ class LogConfig(Section):
         default=False, description="Log to Weights & Biases. Without an API key the run is logged offline."
     )
     wandb_project: str = Field(default="grpo_mega", description="Project on Weights & Biases.")
-    tensorboard: bool = Field(
+    tensorboard: bool = ruled(
+        needs="the package tensorboard; pip install 'grpo-mega[trackers]', or leave it out",
         default=False,
         description="Log to TensorBoard, in RUN_DIR/tensorboard. Needs the extra trackers of this package.",
     )
@@ -350,12 +355,6 @@ class Config(Section):
     def _problems(self) -> Iterator[str]:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
             yield f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run"
-        if self.rollout.is_separate != (self.layout.engine_ranks > 0):
-            yield (
-                f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks}"
-                " contradict one another; set placement=separate and engine_ranks to the number of ranks that only"
-                " generate, or neither"
-            )
         if not self.rewards.functions and self.rollout.agent is None:
             yield "rewards.functions is empty; name at least one, for example accuracy"
         elif self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2 and self.rollout.agent is None:

@@ -42,7 +42,7 @@ from grpo_mega.rollout.sessions.conversations import Conversations
 from grpo_mega.rollout.sessions.tool_schemas import tool_schemas
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, ServedLora
 from grpo_mega.rollout.sglang.engine import SGLangEngine
-from grpo_mega.rollout.sglang.requirements import compiler_problems, padding_problems, served_card_problems
+from grpo_mega.rollout.sglang.requirements import compiler_problems, served_card_problems
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.colocation import GpuMemory, WeightSync
@@ -269,8 +269,6 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         capability, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
         raise_all(compiler_problems(rollout, cuda_compiler(os.environ)))
         raise_all(served_card_problems(rollout, config.engine_dtype, capability, name))
-    else:
-        raise_all(padding_problems(model.shape, rollout.tp))
     engine, tp_rank = divmod(rank, rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
     # On a CPU the server uses the cores of its ranks, because they wait while it generates.

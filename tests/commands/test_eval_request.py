@@ -203,7 +203,10 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
         ({"step": 2, "model": Path("hf")}, "--model hf and --step 2 name two policies; give one of them"),
         ({"data": "d", "train_set": True}, "--data d and --train-set name two sets; give one of them"),
         ({"samples": 4, "ks": [2, 8]}, "eval.ks=[2, 8] has 8, above eval.samples=4; raise samples"),
-        ({"samples": 0, "greedy": False}, "eval.greedy=false and eval.samples=0 leave nothing to evaluate"),
+        (
+            {"samples": 0, "greedy": False},
+            "eval.greedy=false needs eval.samples > 0, because nothing is left to evaluate",
+        ),
         ({"temperature": 0.0}, "eval.temperature=0.0: must be above 0; raise it"),
         ({"top_p": 1.5}, "eval.top_p=1.5: must be at most 1; lower it"),
         ({"samples": -1}, "eval.samples=-1: must be at least 0; raise it"),
@@ -255,7 +258,7 @@ def test_the_command_ends_with_code_2_and_leaves_nothing(
     [
         (
             {"heldout": "h", "heldout_sets": {"x": "x"}},
-            "data.heldout=h and data.heldout_sets=x are set; give one of them",
+            "data.heldout.path=h conflicts with data.heldout_sets=x; give one of them",
         ),
         ({"heldout_sets": {"a b": "x"}}, "data.heldout_sets has the name 'a b'; use letters, digits"),
         (

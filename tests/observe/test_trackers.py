@@ -116,7 +116,7 @@ def test_tensorboard_has_metrics_evaluations_and_warnings_of_all_starts(tmp_path
 
 
 def test_a_missing_tensorboard_is_one_line_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "log.tensorboard=true: needs the package tensorboard; pip install 'grpo-mega[trackers]', or leave it out"
+    line = "log.tensorboard=true needs the package tensorboard; pip install 'grpo-mega[trackers]', or leave it out"
     run = make_config(tmp_path, tensorboard=True)
     assert line not in find_problems(run, this_machine(run.layout))
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # the import fails like without the package

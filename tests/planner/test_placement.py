@@ -134,7 +134,7 @@ def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (("layout.engine_ranks=16",), "rollout.placement=colocated and layout.engine_ranks=16 contradict one another"),
+        (("layout.engine_ranks=16",), "layout.engine_ranks=16 needs rollout.placement=separate"),
         ((*SEPARATE, "rollout.partial=true", "rollout.oversample=1.5"), "conflicts with rollout.placement=separate"),
     ],
     ids=["ranks without placement", "partial"],

@@ -333,7 +333,11 @@ CASES = [
         ("data.heldout=", "is also in data.train", "heldout_size"),
         ("data.heldout=DIR/./train.jsonl",),
     ),
-    Case("held out twice", ("data.heldout=h", "heldout_size=1", "give one"), ("data.heldout=h", "data.heldout_size=1")),
+    Case(
+        "held out twice",
+        ("data.heldout.path=h", "heldout_size=1", "give one"),
+        ("data.heldout=h", "data.heldout_size=1"),
+    ),
     Case(
         "held-out row", ("few.jsonl:1", "'q'", "columns are"), ("data.heldout={path: DIR/few.jsonl, prompt_column: q}",)
     ),

@@ -26,8 +26,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("top_p=0.75", "rollout.top_p=0.75: must be 1 in training, because log-probs are over all tokens"),
-        ("top_k=7", "rollout.top_k=7: must be 0 in training, because log-probs are over all tokens"),
+        ("top_p=0.75", "rollout.top_p=0.75 conflicts with a training step, whose log-probs are over all tokens"),
+        ("top_k=7", "rollout.top_k=7 conflicts with a training step, whose log-probs are over all tokens"),
         ("temperature=0", "rollout.temperature=0: must be above 0"),
     ],
 )

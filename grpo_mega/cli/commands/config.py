@@ -75,9 +75,10 @@ def find_keys(section: type[Section], prefix: str = "", *, in_free: bool = False
 
 
 def as_text(key: Key) -> str:
-    lines = [key.description, *key.rules]
-    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
-    description = "\n".join(textwrap.fill(line, 100, break_on_hyphens=False, **indent) for line in lines)
+    description = "\n".join(
+        textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        for line in (key.description, *key.rules)
+    )
     default = key.default if key.default == "required" else f"default {key.default}"
     notes = [default] * bool(key.default) + ["may change on resume"] * key.is_free
     return "; ".join([f"{key.name}: {key.kind}", *notes]) + f"\n{description}"

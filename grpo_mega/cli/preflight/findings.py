@@ -12,7 +12,6 @@ first step.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -41,7 +40,7 @@ from grpo_mega.cli.preflight.model import (
 )
 from grpo_mega.cli.preflight.precision import bf16_layer_problems, block_problems, installed_problems, variable_problems
 from grpo_mega.cli.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
-from grpo_mega.config import AlgorithmConfig, Config, ModelConfig, RewardsConfig, RolloutConfig
+from grpo_mega.config import AlgorithmConfig, Config, ModelConfig, RewardsConfig
 from grpo_mega.config.base import broken_rules, settings_of
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
@@ -112,7 +111,7 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
                 " uses the CPU; device: cuda refuses that, and device: cpu hides this line"
             )
         findings.take(variable_problems(config))
-    findings.take(truncation_problems(config.rollout))
+    findings.take(broken_rules(config, {"a training step": True}))
     findings.take(reward_problems(config.rewards, config.code_dir))
     findings.take(agent_problems(config.rollout, config.code_dir))
     if machine.is_here:
@@ -140,15 +139,6 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
     elif findings.run(lambda: check_data(config.data, prompts_per_step, config.rollout, is_sft=is_sft)):
         findings.take(row_problems(config))
     return findings
-
-
-def truncation_problems(rollout: RolloutConfig) -> Iterator[str]:
-    for name, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
-        if value != off:
-            yield (
-                f"rollout.{name}={value}: must be {off} in training, because log-probs are over all tokens, so sampling"
-                " from some of them biases the gradient; leave it out, and use eval.top_p or grpo-mega sample"
-            )
 
 
 def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> Iterator[str]:
@@ -187,13 +177,6 @@ def _check_packages(config: Config, machine: Machine, findings: Findings) -> Non
     versions = installed_set()
     missing.take(versions.problems)
     missing.take(installed_problems(config, machine))
-    if config.rollout.is_served and not machine.has_sglang:
-        remedy = "see grpo_mega/rollout/sglang/README.md, or use embedded"
-        missing.take([f"rollout.engine='sglang', but SGLang is not installed; {remedy}"])
-    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        missing.take(
-            ["log.tensorboard=true: needs the package tensorboard; pip install 'grpo-mega[trackers]', or leave it out"]
-        )
     if machine.is_here and config.device == "cuda":
         missing.take(compiler_problems(config.rollout, machine.compiler))
     findings.notes += versions.notes if machine.is_here else [f"here: {problem}" for problem in missing.violations]

@@ -82,10 +82,6 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
         return
     for problem in engine_layout_problems(shape, rollout.tp, rollout.ep):
         yield f"rollout.{problem}"
-    size, owner = (layout.engine_ranks, "engine ranks") if layout.engine_ranks else (layout.world_size, "ranks")
-    if (layout.dp is not None or layout.engine_ranks) and size % rollout.tp:
-        legal = ", ".join(str(d) for d in divisors(size) if d <= 64)
-        yield f"rollout.tp={rollout.tp} does not divide the job's {size} {owner}; use one of {legal}"
 
 
 def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_ranks: int = 0) -> Iterator[str]:
@@ -93,8 +89,9 @@ def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_r
     nodes.
     """
     first, owner = (world_size - engine_ranks, "engine ranks") if engine_ranks else (0, "ranks")
-    if (world_size - first) % tp:
-        yield f"rollout.tp={tp} does not divide the job's {world_size - first} {owner}; use a divisor of it"
+    if (size := world_size - first) % tp:
+        legal = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= 64)
+        yield f"rollout.tp={tp} does not divide the job's {size} {owner}; use one of {legal}"
     elif any(
         leader // ranks_per_node != (leader + tp - 1) // ranks_per_node for leader in range(first, world_size, tp)
     ):

@@ -91,7 +91,14 @@ def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     transformer_engine = machine.transformer_engine
     sections = config.precision, config.layout, config.model.resolved_dtype
     yield from kernel_problems(*sections, *machine.gpu(config.device), transformer_engine, machine.flash_attention)
-    yield from broken_rules(config, {"Transformer Engine": transformer_engine})
+    yield from broken_rules(
+        config,
+        {
+            "Transformer Engine": transformer_engine,
+            "the package tensorboard": find_spec("tensorboard"),
+            "the package sglang": machine.has_sglang,
+        },
+    )
     chosen = config.layout.token_dispatcher
     if chosen in DISPATCHERS and find_spec(DISPATCHERS[chosen]) is None:
         yield (
