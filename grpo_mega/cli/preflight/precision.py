@@ -89,8 +89,7 @@ def variable_problems(config: Config) -> Iterator[str]:
 def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     """Yield requirements that the installed packages miss."""
     transformer_engine = machine.transformer_engine
-    sections = config.precision, config.layout, config.model.resolved_dtype
-    yield from kernel_problems(*sections, *machine.gpu(config.device), transformer_engine, machine.flash_attention)
+    yield from kernel_problems(config, *machine.gpu(config.device), transformer_engine, machine.flash_attention)
     yield from broken_rules(
         config,
         {
