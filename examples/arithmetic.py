@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from grpo_mega.formats.hf_files import with_old_fields
+from grpo_mega.checkpoint_io.hf_files import with_old_fields
 from grpo_mega.paths import user_path
 from grpo_mega.text import filter_output
 

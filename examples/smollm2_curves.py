@@ -13,9 +13,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from grpo_mega import config as configs
-from grpo_mega.observe.curves import read_curves
 from grpo_mega.paths import CONFIG_FILE, METRICS_FILE, user_path
 from grpo_mega.text import filter_output
+from grpo_mega.tracking.curves import read_curves
 
 WEIGHTS = {"package": "dequantized from 4 bit", "hub": "original weights"}
 PANELS = {

@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from grpo_mega.formats.hf_files import with_old_fields
+from grpo_mega.checkpoint_io.hf_files import with_old_fields
 from grpo_mega.paths import user_path
 from grpo_mega.text import filter_output
 

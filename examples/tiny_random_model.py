@@ -11,7 +11,7 @@ import json
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken, Qwen2Config, Qwen2Tokenizer
 
-from grpo_mega.formats.hf_files import with_old_fields
+from grpo_mega.checkpoint_io.hf_files import with_old_fields
 from grpo_mega.paths import user_path
 from grpo_mega.text import filter_output
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from grpo_mega.config import Config
 
 __all__ = ["Config", "start"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def start(config: Config, *, resume: bool = False) -> None:

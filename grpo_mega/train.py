@@ -10,12 +10,12 @@ from functools import partial
 
 from grpo_mega.config import Config
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
-from grpo_mega.observe.progress import phase
-from grpo_mega.observe.run_log import Hooks, num_logged
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
-from grpo_mega.run.batches import (
+from grpo_mega.tracking.metrics import engine_mismatch, mean_over_updates, rollout_metrics
+from grpo_mega.tracking.progress import phase
+from grpo_mega.tracking.run_log import Hooks, num_logged
+from grpo_mega.trainer.batches import (
     assign_advantages,
     attach_logprobs,
     attach_old_logprobs,
@@ -27,10 +27,10 @@ from grpo_mega.run.batches import (
     staleness_metrics,
     update_policy,
 )
-from grpo_mega.run.evaluation import evaluate_if_due
-from grpo_mega.run.folder import explained
-from grpo_mega.run.job import Job, open_job
-from grpo_mega.run.reward_model_refresh import keep_rollout, refresh_rewards_if_due
+from grpo_mega.trainer.evaluation import evaluate_if_due
+from grpo_mega.trainer.folder import reraise_with_run_dir
+from grpo_mega.trainer.job import Job, open_job
+from grpo_mega.trainer.reward_model_refresh import keep_rollout, refresh_rewards_if_due
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
@@ -40,7 +40,12 @@ def run(config: Config, hooks: Hooks | None = None) -> None:
     Evaluate before, during and after training. When asked to stop, save a checkpoint after the current step and end.
     Ranks without a policy only generate, step by step.
     """
-    with explained(config.run_dir), open_job(config, hooks=hooks) as job, job.saved_on_failure(), job.listening():
+    with (
+        reraise_with_run_dir(config.run_dir),
+        open_job(config, hooks=hooks) as job,
+        job.saved_on_failure(),
+        job.listening(),
+    ):
         first, tracer = job.resume(), job.tracer()
         with phase("sending the weights to the engines", job.shows_progress):
             job.colocation.sync_weights(version=first)

@@ -1,4 +1,4 @@
-"""The containers that cross package borders: Prompt, Turn, Sample, Group, PackedBatch, StepMetrics.
+"""The containers that cross package borders: Prompt, PromptDraw, Sample, Group, PackedBatch, StepMetrics.
 
 They are plain dataclasses without behaviour beyond derived sizes. torch is imported only for annotations, so processes
 without tensors (reward workers, the command line) stay light.
@@ -45,7 +45,7 @@ class Prompt:
         return [{"role": "user", "content": prompts}] if isinstance(prompts, str) else list(prompts)
 
 
-class Turn(NamedTuple):
+class PromptDraw(NamedTuple):
     """One draw of a prompt, with its dataset and epoch."""
 
     prompt: Prompt

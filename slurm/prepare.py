@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from grpo_mega import config as configs
-from grpo_mega.cli import preflight
+from grpo_mega.cli import checks
 from grpo_mega.cli.commands.options import PlanOptions, RewardOptions, add_options, read_options
 from grpo_mega.cli.commands.plan import prepare_plan as plan_setup
 from grpo_mega.cli.commands.train import overrides_of
@@ -37,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         config = configs.load(options.config, overrides_of(read_options(RewardOptions, options)))
-        preflight.check_config(config, preflight.Machine(options.world_size, options.ranks_per_node))
+        checks.check_config(config, checks.Machine(options.world_size, options.ranks_per_node))
         plan_options = PlanOptions(
             options.config,
             options.overrides,

@@ -13,7 +13,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 cd "$ROOT"
 
-FAST=(tests/{algorithm,batching,weights,planner,rewards,preflight})
+FAST=(tests/{algorithm,batching,weights,planner,rewards,checks})
 FAST+=(tests/{test_imports,test_config,test_config_rules,test_yaml_text,test_language}.py)
 
 install_system_packages() {

@@ -16,8 +16,8 @@ import requests
 import yaml
 
 from grpo_mega import cli
-from grpo_mega.cli.preflight import Findings
-from grpo_mega.cli.preflight.layout import world_size_problems
+from grpo_mega.cli.checks import Violations
+from grpo_mega.cli.checks.layout import world_size_problems
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import RewardError
@@ -57,7 +57,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module.run = lambda config, hooks: configs.append(config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
-    monkeypatch.setattr("grpo_mega.cli.planner.this_machine.find_all", lambda config, machine: Findings())
+    monkeypatch.setattr("grpo_mega.cli.planner.this_machine.find_all", lambda config, machine: Violations())
     return configs
 
 

@@ -30,7 +30,7 @@ OTHERWISE_FILTERED = {  # scripts whose __main__ block does not install the filt
     "grpo_mega/cli/__main__.py": "main installs it",
     "grpo_mega/grpo.py": "the command line's main installs it",
     "grpo_mega/rollout/sglang/server_main.py": "writes to the server's log file alone",
-    "grpo_mega/cli/preflight/render_template.py": "prints nothing, and imports nothing of the package",
+    "grpo_mega/cli/checks/render_template.py": "prints nothing, and imports nothing of the package",
     "grpo_mega/rewards/sandbox_main.py": "runs a program whose output goes to a pipe, not to a terminal",
     "tools/benchmarks/turns/responses.py": "prints figures, and imports the package of another checkout",
     "tools/check_node.py": "prints versions and figures of a node, and imports Python's own modules alone",
@@ -69,8 +69,8 @@ def test_exactly_the_characters_that_control_a_terminal_are_escaped() -> None:
 PROGRAM = """
 import logging, sys, threading, time, warnings
 from grpo_mega import errors
-from grpo_mega.observe import progress
-from grpo_mega.observe.writers import ConsoleWriter
+from grpo_mega.tracking import progress
+from grpo_mega.tracking.writers import ConsoleWriter
 from grpo_mega.text import filter_output, get_console
 filter_output(); filter_output()
 text = {text!r}

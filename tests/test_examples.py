@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo_mega.cli.preflight.layout import layout_problems
+from grpo_mega.cli.checks.layout import layout_problems
 from grpo_mega.config import load
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data

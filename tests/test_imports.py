@@ -19,11 +19,11 @@ PACKAGE = ROOT / "grpo_mega"
 # The library runs on every rank. The clients run only in commands. __init__ starts both.
 LIBRARY = """
 errors text yaml_text processes workers http_client types paths user_code config weights batching rewards
-data algorithm observe
-distributed formats rollout megatron run train
+data algorithm tracking
+distributed checkpoint_io rollout megatron trainer train
 """
 CLIENTS = """
-cli.preflight cli.planner cli.report cli.commands cli.__init__ cli.__main__ grpo
+cli.checks cli.planner cli.report cli.commands cli.__init__ cli.__main__ grpo
 """
 ORDER = LIBRARY + CLIENTS + "__init__"
 
@@ -40,13 +40,13 @@ WITHOUT = {
     "yaml_text": {"torch", "transformers", "numpy", "pydantic"},
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
-    "cli.preflight": {"torch", "transformers"},
+    "cli.checks": {"torch", "transformers"},
     "distributed.kernels": {"torch", "transformers"},
     "distributed.versions": {"torch", "transformers"},
     "rollout.sglang.requirements": {"torch", "transformers"},
     "weights.architecture": {"torch", "transformers"},
-    "formats.hf_files": {"torch", "transformers"},
-    "formats.checkpoints": {"torch", "numpy", "pydantic"},
+    "checkpoint_io.hf_files": {"torch", "transformers"},
+    "checkpoint_io.checkpoints": {"torch", "numpy", "pydantic"},
     "cli.commands.eval": {"torch", "transformers", "numpy"},
     "cli.commands.check": {"torch", "transformers", "numpy"},
     "cli.commands.convert": {"torch", "transformers", "numpy"},
@@ -58,12 +58,12 @@ WITHOUT = {
     "cli.report": {"torch", "transformers"},
     "distributed.environment": {"torch"},
     "data": {"torch"},
-    "observe": {"torch"},
+    "tracking": {"torch"},
     "rewards": {"torch"},
     "cli.commands.trl": {"torch", "transformers", "numpy"},
 }
 # Functions of these modules import heavy packages themselves, most of them on ranks or in child processes.
-WITH_RANKS = ("cli.commands.eval", "cli.commands.check", "cli.commands.convert", "observe.writers")
+WITH_RANKS = ("cli.commands.eval", "cli.commands.check", "cli.commands.convert", "tracking.writers")
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def test_the_planner_never_communicates_with_other_ranks() -> None:
 
 def test_the_reader_of_imports_detects_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    path = tmp_path / "grpo_mega/run/a.py"
+    path = tmp_path / "grpo_mega/trainer/a.py"
     path.parent.mkdir(parents=True)
     path.write_text(
         "import torch.distributed as dist\n"
@@ -230,7 +230,7 @@ def test_the_reader_of_imports_detects_every_form(tmp_path: Path, monkeypatch: p
     assert [one.name for one in found] == [
         "torch.distributed",
         "grpo_mega.config",
-        "grpo_mega.run.b.c",
+        "grpo_mega.trainer.b.c",
         "grpo_mega.types.Prompt",
         "torch.Tensor",
         "torch.distributed",

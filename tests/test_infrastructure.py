@@ -132,7 +132,7 @@ def test_a_test_that_ends_its_process_fails_and_the_others_run(num_processes: in
         (("--fast",), False),
         (("tests/algorithm", "-k", "kl"), False),
         (("tests/rewards/test_format.py::test_x",), False),
-        (("tests/algorithm", "tests/run"), True),
+        (("tests/algorithm", "tests/trainer"), True),
         (("--all",), True),
     ],
 )
@@ -141,7 +141,7 @@ def test_the_fast_tests_need_neither_sglang_nor_transformer_engine(
 ) -> None:
     for name in ("tests", "examples"):
         (tmp_path / name).mkdir()
-    for folder in ("algorithm", "run", "rewards"):
+    for folder in ("algorithm", "trainer", "rewards"):
         (tmp_path / "tests" / folder).mkdir()
     (tmp_path / "tests" / "rewards" / "test_format.py").touch()
     shutil.copy(ROOT / "tests" / "run.sh", tmp_path / "tests")

@@ -29,7 +29,7 @@ def text_of(name: str) -> str:
 
 @cache
 def source_files() -> frozenset[str]:
-    """Return every path of a source file, and each of its ends, such as run/job.py and job.py."""
+    """Return every path of a source file, and each of its ends, such as trainer/job.py and job.py."""
     paths = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
     parts = [path.parts for path in paths if path.suffix in {".py", ".sh", ".yaml"}]
     return frozenset("/".join(names[i:]) for names in parts for i in range(len(names)))
@@ -124,8 +124,8 @@ def test_the_list_of_families_has_all_of_them() -> None:
 
 
 def test_stale_pointers_are_found() -> None:
-    page = "| `server_main.py` | a |\n| `server_main.py` | b |\n`../preflight/gone.py`, `run/job.py`, `my_rewards.py`"
-    assert missing_files(page) == ["preflight/gone.py"]
+    page = "| `server_main.py` | a |\n| `server_main.py` | b |\n`../checks/gone.py`, `trainer/job.py`, `my_rewards.py`"
+    assert missing_files(page) == ["checks/gone.py"]
     assert tables_of(page) == [[" `server_main.py` ", " `server_main.py` "]]
     assert unknown_keys("`rollout.tp`, `rollout.tpp: 2`, `teachers.main.url`, `numpy.array`") == ["rollout.tpp"]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.cli.report.report import read_run
-from grpo_mega.observe.curves import read_curves
-from grpo_mega.run.folder import trim
 from grpo_mega.text import find_surrogate, json_line, read_json_lines, well_formed
+from grpo_mega.tracking.curves import read_curves
+from grpo_mega.trainer.folder import truncate_logs_after
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 
 RECORD = {"step": 3, f"a{LINE_ENDS}": f"é€😀{LINE_ENDS}", "b": [1.5, float("nan"), {"c": "\ud83d"}], "d": SURROGATES}
@@ -42,7 +42,7 @@ def test_logs_with_raw_line_ends_are_trimmed_plotted_and_reported(tmp_path: Path
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
         (tmp_path / name).write_text("".join(lines) + '{"step": 2, "half', encoding="utf-8")
-    trim(tmp_path, 2)
+    truncate_logs_after(tmp_path, 2)
     for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
         assert (tmp_path / name).read_bytes().decode() == "".join(lines[:2])
     assert read_curves(tmp_path / "metrics.jsonl") == {f"verdict/{marks}": {1: 1.0, 2: 1.0}}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.cli.preflight.layout import layout_problems
+from grpo_mega.cli.checks.layout import layout_problems
 from grpo_mega.config import load
 from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.registry import resolve_reward

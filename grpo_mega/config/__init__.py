@@ -3,7 +3,7 @@ torch.
 
 run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule
 about another key, the model's kind or a package is at the key's field (base.ruled). Other rules that need more than the
-config itself are in cli/preflight/.
+config itself are in cli/checks/.
 
 Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written. An error is one
 line with the key, its value and the fix.

@@ -1,6 +1,6 @@
 """The sections `data` and `rewards` of the config, and the config of `grpo-mega sft`.
 
-cli/preflight/ checks names and options of reward functions, and imports the user's own functions in a child process.
+cli/checks/ checks names and options of reward functions, and imports the user's own functions in a child process.
 sft uses a part of the schema of train, so one file may serve both. It ignores the keys of IGNORED, whatever their
 values, and sets the recipe sft. Its longest sample has data.max_length tokens. The run's config.yaml has this limit as
 data.max_prompt_length and rollout.max_response_length, because all other commands read it there.

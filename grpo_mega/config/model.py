@@ -219,7 +219,7 @@ class ModelConfig(Section):
 
     @property
     def resolved_dtype(self) -> Literal["float32", "bfloat16"]:
-        """Return dtype, after preflight.resolve_dtype has set it for the device."""
+        """Return dtype, after checks.resolve_dtype has set it for the device."""
         assert self.dtype is not None, "model.dtype is not resolved"
         return self.dtype
 

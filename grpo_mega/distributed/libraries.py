@@ -1,7 +1,7 @@
 """The CUDA libraries that this process has really loaded, and the environment variables that change its numbers.
 
 A login shell changes both silently: LD_LIBRARY_PATH may lead to another cuDNN than torch's, and a variable to another
-kernel. So all ranks compare them (run/inputs.py), rank 0 logs them, and tools/check_node.py compares them over nodes.
+kernel. All ranks compare them (trainer/inputs.py), rank 0 logs them, and tools/check_node.py compares them over nodes.
 Imports only the standard library.
 """
 

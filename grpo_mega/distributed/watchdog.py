@@ -39,8 +39,8 @@ from torch.distributed import Store
 from grpo_mega.distributed.launch import answer_interrupt, end_now, signals_handled
 from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.errors import EngineError
-from grpo_mega.observe.progress import Timers
 from grpo_mega.paths import HANG, STOP_FILE
+from grpo_mega.tracking.progress import Timers
 
 EXIT_HANG = 3
 LONGEST_PAUSE_S = 5.0  # pause between checks; each costs a few store requests per rank; must be below SECONDS_TO_ANSWER
@@ -294,7 +294,7 @@ class Recorder:
         self._on_beat: Callable[[str], None] | None = None
         self._name, self._arguments, self._is_done = "nothing yet", "", True
 
-    def beat(self, kind: str = "") -> None:
+    def heartbeat(self, kind: str = "") -> None:
         """Record progress without a collective, such as the start of a "forward" pass. `kind` is for listeners.
 
         Only the main thread may call it, or a thread of autograd while the main thread waits for it. Work of a
@@ -306,7 +306,7 @@ class Recorder:
             self._on_beat(kind)
 
     @contextlib.contextmanager
-    def heard(self, on_beat: Callable[[str], None]) -> Iterator[None]:
+    def on_heartbeat(self, on_beat: Callable[[str], None]) -> Iterator[None]:
         """Call `on_beat(kind)` at every beat during the context."""
         self._on_beat = on_beat
         try:

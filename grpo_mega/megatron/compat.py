@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from grpo_mega.checkpoint_io.dcp_read import COMMON, load_metadata
 from grpo_mega.distributed.watchdog import recorder
-from grpo_mega.formats.dcp_read import COMMON, load_metadata
 
 IS_NEW = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)  # 0.19.2, not 0.16.1
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def install_patches() -> bool:
     for name in _NOTICES if IS_NEW else ():
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(tuple(_NOTICES.values())))
     # Megatron's timers import W&B. The import takes a second and makes two temporary folders per rank. If the run logs
-    # to W&B, observe/writers.py imports it on the first rank.
+    # to W&B, tracking/writers.py imports it on the first rank.
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None makes the import fail
     recorder()
     # torch's cuDNN attention is wrong without an error: outputs with fewer than 8 key heads on a B200 (pytorch#193893),
@@ -135,7 +135,7 @@ def beat_per_loaded_tensor() -> None:
 
     def commit_tensor(self: Any, *args: Any) -> None:
         original(self, *args)
-        recorder().beat()
+        recorder().heartbeat()
 
     MCoreLoadPlanner.commit_tensor = commit_tensor
 

@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor, nn
 
+from grpo_mega.checkpoint_io.megatron_weights import stored_tensors
 from grpo_mega.config import ModelConfig
-from grpo_mega.formats.megatron_weights import stored_tensors
 from grpo_mega.megatron.attention import rms_norm
 from grpo_mega.megatron.compat import split_tensor_factory
 from grpo_mega.megatron.model import shards_of
@@ -194,7 +194,7 @@ class Lora:
         return (out + adapter(x, *rest) if self._is_on else out), bias
 
     def _sharded(self, chunk: str, metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded tensors of a chunk's adapter, as formats/megatron_weights.py reads them."""
+        """Return Megatron's sharded tensors of a chunk's adapter, as checkpoint_io/megatron_weights.py reads them."""
         layout, rank = self._runtime.layout, self._runtime.rank
         stored = {
             piece.box.tensor: one for one in stored_tensors(self.family, self._shape) for piece in one.tensor.pieces

@@ -305,7 +305,7 @@ def _build(
             p.tensor_model_parallel = False
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
-    # transformers computes the frequencies, for every rope type that preflight accepts.
+    # transformers computes the frequencies, for every rope type that the checks accept.
     theirs = resolve_name(f"transformers.models.{family.rotary}")(hf_config)
     inv_freq = theirs.inv_freq.detach().float().to(runtime.device.torch_device)  # no buffer, which a cast would round
     if shape.kv_lora:

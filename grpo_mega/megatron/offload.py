@@ -123,7 +123,7 @@ class HostCopy:
             start += _aligned(nbytes)
 
 
-class Movable:
+class OffloadedStorages:
     """Storages that are on the device, or on the host with their contents in `copy`."""
 
     def __init__(self, stream: Any, *, is_pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -173,8 +173,8 @@ class PolicyMemory:
         """
         self._chunks, self._weights, self._optimizer_state = chunks, weights, optimizer_state
         self._stream, self._is_cuda = torch.cuda.Stream(), is_cuda
-        self._moved_weights = Movable(self._stream, is_pinned=is_cuda)
-        self._moved_optimizer = Movable(self._stream, is_pinned=is_cuda)
+        self._moved_weights = OffloadedStorages(self._stream, is_pinned=is_cuda)
+        self._moved_optimizer = OffloadedStorages(self._stream, is_pinned=is_cuda)
 
     @property
     def has_weights(self) -> bool:

@@ -80,14 +80,16 @@ class Pipeline:
 
         def forward_step(items: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch, params = next(items)
-            recorder().beat(FORWARD)
+            recorder().heartbeat(FORWARD)
             if self._routers:
                 self._routers.start(self._chunks.index(model), batch)
             hidden = model(
                 batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params, **self._model_kwargs
             )
             if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: recorder().beat(BACKWARD))  # the chunk's backward pass starts
+                hidden.register_hook(
+                    lambda gradient: recorder().heartbeat(BACKWARD)
+                )  # the chunk's backward pass starts
             return hidden, partial(on_output, batch)
 
         items = [(batch, self.packed_seq_params_of(batch)) for batch in batches]

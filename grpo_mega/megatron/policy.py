@@ -54,7 +54,7 @@ from grpo_mega.megatron.precision import (
 )
 from grpo_mega.megatron.routers import Replay, Routers
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.progress import phase
+from grpo_mega.tracking.progress import phase
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.architecture import tokens_per_pair
@@ -323,7 +323,7 @@ class Policy:
 
     def _optimizer_update(self, *totals: float) -> StepMetrics:
         """Take one optimizer step. Drop the mini-batch instead if one of `totals` or the gradient is not finite."""
-        recorder().beat(OPTIMIZER)
+        recorder().heartbeat(OPTIMIZER)
         self._optimizer.prepare_grads()
         squares = optimizers.squared_norms(self._optimizer, self._layer_group, num_groups(self._shape.num_layers))
         self._layer_norms.append(self._runtime.sum(squares).sqrt().tolist())

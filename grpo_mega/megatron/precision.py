@@ -67,7 +67,7 @@ class Guard:
             largest = max(worst.values())
             times = f"up to {largest:.0f} times its median" if math.isfinite(largest) else "not finite"
             why.append(f"the gradient norm of {names(worst, self._num_layers)} is {times}")
-        # Without a fall-back the rule of observe/rules.py reports a mismatch.
+        # Without a fall-back the rule of tracking/rules.py reports a mismatch.
         if not mismatch <= self._mismatch_limit and (worst or self._config.fall_back):
             why.append(f"engine and trainer disagree by a KL (k3) of {mismatch:.3g} nats per token")
         if why:

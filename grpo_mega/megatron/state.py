@@ -34,9 +34,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_mega.checkpoint_io.dcp_read import COMMON, METADATA, check_extra_state, load_metadata
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.dcp_read import COMMON, METADATA, check_extra_state, load_metadata
 from grpo_mega.megatron import compat
 from grpo_mega.megatron.optimizer import parts, separate_steps
 from grpo_mega.megatron.precision import is_rounded_from, reset_scales
@@ -201,7 +201,7 @@ class _SavePlanner(MCoreSavePlanner):
     """Report progress per tensor written."""
 
     def resolve_data(self, write_item: Any) -> Any:
-        recorder().beat()
+        recorder().heartbeat()
         return super().resolve_data(write_item)
 
 

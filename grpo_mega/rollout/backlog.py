@@ -53,7 +53,7 @@ from safetensors.numpy import load, save
 from grpo_mega.distributed.messages import seal, unseal
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import token_checksum
-from grpo_mega.types import Context, Group, Prompt, Routes, Sample, Span, StepMetrics, Turn, unknown_expert
+from grpo_mega.types import Context, Group, Prompt, PromptDraw, Routes, Sample, Span, StepMetrics, unknown_expert
 
 FILE = "backlog.safetensors"
 UNITS = ("groups", "tokens")
@@ -67,9 +67,11 @@ class Backlog:
     groups: tuple[Group, ...] = ()  # oldest first; a group without samples has not started yet
     # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
     ledger: Counter[str] = field(default_factory=Counter)
-    deferred: tuple[Turn, ...] = ()  # turns drawn while their prompt was not free, in draw order
+    deferred: tuple[PromptDraw, ...] = ()  # turns drawn while their prompt was not free, in draw order
 
-    def drawn_up_to(self, num_groups: int, draw: Callable[[int], Sequence[Turn]], seen: Collection[int]) -> Backlog:
+    def drawn_up_to(
+        self, num_groups: int, draw: Callable[[int], Sequence[PromptDraw]], seen: Collection[int]
+    ) -> Backlog:
         """Draw prompts until the backlog has `num_groups` groups or no prompt is free. `draw(n)` returns draw n.
 
         A prompt is free if it has no group here and its id is not in `seen`. Other prompts' turns are deferred, and
@@ -181,10 +183,10 @@ class Backlog:
         kept = tuple(group for group in groups if group.prompt is not unknown)
         changed = [group for group in groups if group.prompt is unknown and group.samples]
         turns = [(same_prompt(number, checksum), rest) for number, checksum, *rest in header["deferred"]]
-        deferred = tuple(Turn(prompt, *rest) for prompt, rest in turns if prompt)
+        deferred = tuple(PromptDraw(prompt, *rest) for prompt, rest in turns if prompt)
         return cls(draws, kept, Counter(header["ledger"]), deferred).dropped("data_changed", changed)
 
-    def _with_turns(self, turns: Sequence[Turn], seen: Collection[int], most: float = math.inf) -> Backlog:
+    def _with_turns(self, turns: Sequence[PromptDraw], seen: Collection[int], most: float = math.inf) -> Backlog:
         """Add a group for each turn that may have one, up to `most` groups. Defer the other turns."""
         groups, deferred = list(self.groups), list(self.deferred)
         taken = {group.prompt.id for group in groups}.union(seen)
@@ -201,7 +203,7 @@ class Backlog:
         return replace(self, ledger=self.ledger + Counter(added))
 
 
-def is_early(turn: Turn, deferred: Iterable[Turn]) -> bool:
+def is_early(turn: PromptDraw, deferred: Iterable[PromptDraw]) -> bool:
     """Return True if `deferred` contains a turn from the same dataset that is at least two epochs older."""
     return any(turn.source == owed.source and turn.epoch >= owed.epoch + 2 for owed in deferred)
 

@@ -25,11 +25,11 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import EngineError, SyncError, UserError
-from grpo_mega.observe.progress import Timers, progress
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, failures_of
 from grpo_mega.rollout.backlog import Backlog, gather_samples
 from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, StopCondition, StopWhenTrainersArrive
 from grpo_mega.rollout.routes import cut
+from grpo_mega.tracking.progress import Timers, progress
 from grpo_mega.types import Group, Sample, StepMetrics
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Rollouts:
         mine = {index: phase.mine[index] for index in phase.shared if index in phase.mine}
         self.scorer.keep(group for group in mine.values() if group.is_complete(phase.group_size))
         with self.timers("reward"), self.raise_on_all_ranks():
-            self.scorer.finish(recorder().beat)
+            self.scorer.finish(recorder().heartbeat)
             check()
         with self.timers("exchange"):
             prompts = {index: phase.before[index].prompt for index in phase.shared}

@@ -14,7 +14,7 @@ from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.losses import policy_loss
 from grpo_mega.algorithm.token_weights import contributes_to_loss
-from grpo_mega.run.batches import is_zero_variance
+from grpo_mega.trainer.batches import is_zero_variance
 from grpo_mega.types import Group, Prompt, Sample
 
 

@@ -12,7 +12,7 @@ from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import adapted_beta, kl_penalty
 from grpo_mega.algorithm.losses import policy_loss
 from grpo_mega.algorithm.token_weights import mini_batch_weights
-from grpo_mega.cli.preflight.findings import unread_keys
+from grpo_mega.cli.checks.violations import unread_keys
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.config.aliases import RECIPES
 from grpo_mega.errors import ConfigError

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_mega.cli.preflight.machine import CARDS
+from grpo_mega.cli.checks.machine import CARDS
 from grpo_mega.errors import ConfigError
 from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import kills

@@ -12,13 +12,13 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega import config as configs
+from grpo_mega.checkpoint_io.checkpoints import find_policy
 from grpo_mega.cli.commands.eval import make_request
 from grpo_mega.cli.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.config import EvalConfig
 from grpo_mega.distributed.versions import installed_set
 from grpo_mega.errors import ConfigError, ResumeError, UserError
-from grpo_mega.formats.checkpoints import find_policy
-from tests.formats.families import write_manifest
+from tests.checkpoint_io.families import write_manifest
 
 OURS = installed_set().record
 RAW: dict[str, Any] = {

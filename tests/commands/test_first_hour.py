@@ -136,7 +136,7 @@ def test_verify_names_each_part_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A part that takes longer than a second prints its line. Here every part does."""
-    monkeypatch.setattr("grpo_mega.observe.progress.SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr("grpo_mega.tracking.progress.SECONDS_OF_SILENCE", 0.0)
     save_checkpoint(make_model("llama"), tmp_path / "a")
     capfd.readouterr()
     assert cli.main(["verify", str(tmp_path / "a"), str(tmp_path / "a")]) == 0

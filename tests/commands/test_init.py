@@ -18,10 +18,10 @@ from pyarrow import parquet
 
 from grpo_mega import cli
 from grpo_mega import config as configs
+from grpo_mega.cli.checks.machine import card_of
+from grpo_mega.cli.checks.model import KNOWN_MODELS, model_of
 from grpo_mega.cli.commands.init import DataTokens, Setting, Target, choose
 from grpo_mega.cli.planner.this_machine import Rates, cpu_card
-from grpo_mega.cli.preflight.machine import card_of
-from grpo_mega.cli.preflight.model import KNOWN_MODELS, model_of
 from grpo_mega.errors import ConfigError
 from grpo_mega.processes import HostRoom
 

@@ -12,11 +12,11 @@ import pytest
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 from grpo_mega import cli
+from grpo_mega.cli.checks.violations import reward_problems
 from grpo_mega.cli.commands import trl
 from grpo_mega.cli.commands.options import RewardOptions, add_options, read_options
 from grpo_mega.cli.commands.train import overrides_of
 from grpo_mega.cli.commands.trl import FLAGS, NOTED, REFUSED, parse_flags
-from grpo_mega.cli.preflight.findings import reward_problems
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 

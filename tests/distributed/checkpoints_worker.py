@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from grpo_mega.checkpoint_io.checkpoints import latest, read_manifest
 from grpo_mega.config import ModelConfig, TeacherConfig
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.checkpoints import latest, read_manifest
-from grpo_mega.run import inputs, saving
-from grpo_mega.run.inputs import InputDigests
-from grpo_mega.run.saving import Checkpoints
+from grpo_mega.trainer import inputs, saving
+from grpo_mega.trainer.inputs import InputDigests
+from grpo_mega.trainer.saving import Checkpoints
 from tests.helpers.ranks import run_cases
 from tests.helpers.slow_policy import SlowPolicy, manifest
 
@@ -134,7 +134,7 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
     assert policy.folder == found.folder / ".step-000003.partial" / "state"
     found.finish()
     beats: list[int] = []
-    with recorder().heard(lambda kind: beats.append(1)):
+    with recorder().on_heartbeat(lambda kind: beats.append(1)):
         saving.verify_files(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
     assert len(beats) >= 3, "each verified chunk must count as progress"
     found.save(policy_fits, manifest(4))

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_mega.checkpoint_io.model import read_model_files
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
-from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.observe.progress import Timers
-from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
-from grpo_mega.run.parts import build_policy
+from grpo_mega.tracking.progress import Timers
+from grpo_mega.trainer.batches import assign_advantages, attach_logprobs, pack
+from grpo_mega.trainer.parts import build_policy
 from tests.distributed.layouts_worker import _gradient_differences
 from tests.helpers import late_streams
 from tests.helpers.ranks import run_each

@@ -21,16 +21,16 @@ from megatron.core.models.gpt import GPTModel
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.checkpoint_io.model import read_model_files
 from grpo_mega.cli.commands.check import Case, run_case
 from grpo_mega.distributed.device import Device
-from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.run.batches import attach_routes
-from grpo_mega.run.parts import build_policy
+from grpo_mega.trainer.batches import attach_routes
+from grpo_mega.trainer.parts import build_policy
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region

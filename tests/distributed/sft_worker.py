@@ -15,10 +15,10 @@ import torch.distributed as dist
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.run.folder import first_start
-from grpo_mega.run.inputs import read_inputs
-from grpo_mega.run.parts import build_policy
-from grpo_mega.run.sft import mean_loss, pack
+from grpo_mega.trainer.folder import first_start
+from grpo_mega.trainer.inputs import read_inputs
+from grpo_mega.trainer.parts import build_policy
+from grpo_mega.trainer.sft import mean_loss, pack
 from tests.distributed.layouts_worker import _gradient_differences
 from tests.helpers import late_streams
 from tests.helpers.ranks import run_each

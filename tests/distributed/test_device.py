@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_mega import config as configs
-from grpo_mega.cli.preflight import Machine, find_all
+from grpo_mega.cli.checks import Machine, find_all
 from grpo_mega.distributed import device as devices
 from grpo_mega.distributed import environment
 from grpo_mega.distributed.device import Device, PeakMemory

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from grpo_mega.checkpoint_io.reader import open_hf_reader
 from grpo_mega.errors import SyncError
-from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
-from grpo_mega.run.colocation import WeightSync
+from grpo_mega.trainer.colocation import WeightSync
 from grpo_mega.types import Group, Prompt, Sample, Span
 from grpo_mega.weights.apply import (
     Bucket,

@@ -19,7 +19,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.rollout import backlog
 from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.routes import RouterSizes
-from grpo_mega.run.batches import attach_routes, check_routes, share_live
+from grpo_mega.trainer.batches import attach_routes, check_routes, share_live
 from grpo_mega.types import Group, PackedBatch, Prompt, Sample, Span
 from grpo_mega.weights.layout import MegatronLayout
 from tests.distributed.forced_routes import random_routes

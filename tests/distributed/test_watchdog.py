@@ -19,11 +19,11 @@ from datetime import timedelta
 from grpo_mega.distributed.watchdog import recorder
 recorder()
 import torch, torch.distributed as dist
-from grpo_mega.run import saving
-from grpo_mega.run.saving import Checkpoints
+from grpo_mega.trainer import saving
+from grpo_mega.trainer.saving import Checkpoints
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.watchdog import HangWatch
-from grpo_mega.observe.progress import Timers
+from grpo_mega.tracking.progress import Timers
 from pathlib import Path
 from types import SimpleNamespace
 from tests.helpers.slow_policy import SlowPolicy, manifest
@@ -111,7 +111,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch.distributed as dist
 from grpo_mega.distributed.watchdog import HangWatch
-from grpo_mega.observe.progress import Timers
+from grpo_mega.tracking.progress import Timers
 
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
 

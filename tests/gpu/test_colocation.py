@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.checkpoint_io.reader import random_reader
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError
-from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron.offload import Teacher
-from grpo_mega.observe.progress import FreeMemory, Timers
-from grpo_mega.run.batches import attach_teacher_logprobs
-from grpo_mega.run.colocation import Colocation
+from grpo_mega.tracking.progress import FreeMemory, Timers
+from grpo_mega.trainer.batches import attach_teacher_logprobs
+from grpo_mega.trainer.colocation import Colocation
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape

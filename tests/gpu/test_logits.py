@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from grpo_mega.checkpoint_io.reader import open_reader
 from grpo_mega.distributed.device import Device
-from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.types import Routes
 from grpo_mega.weights.families import family_of

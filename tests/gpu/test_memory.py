@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_mega.distributed.device import Device, PeakMemory
-from grpo_mega.run.colocation import GpuMemory
+from grpo_mega.trainer.colocation import GpuMemory
 
 BUCKETS = """
 import multiprocessing, pickle

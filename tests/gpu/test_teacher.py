@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from grpo_mega.checkpoint_io.reader import random_reader
 from grpo_mega.distributed.device import Device
-from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron.offload import Teacher
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape

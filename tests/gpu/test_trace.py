@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo_mega.distributed.device import Device
-from grpo_mega.observe.progress import Timers
-from grpo_mega.observe.run_log import RunLog
-from grpo_mega.run.tracing import Tracer
+from grpo_mega.tracking.progress import Timers
+from grpo_mega.tracking.run_log import RunLog
+from grpo_mega.trainer.tracing import Tracer
 
 
 @pytest.mark.rehearsed

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega.formats.adapter import MAX_SHARD_BYTES
-from grpo_mega.formats.model import ModelFiles
-from grpo_mega.run.export import export_policy
+from grpo_mega.checkpoint_io.adapter import MAX_SHARD_BYTES
+from grpo_mega.checkpoint_io.model import ModelFiles
+from grpo_mega.trainer.export import export_policy
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import ShardLayout, hf_rank_shards

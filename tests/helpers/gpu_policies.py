@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.checkpoint_io.reader import random_reader
 from grpo_mega.config import Config
 from grpo_mega.distributed import kernels
 from grpo_mega.distributed.device import Device
-from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.run.batches import attach_routes
+from grpo_mega.trainer.batches import attach_routes
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_mega.checkpoint_io.reader import random_reader
 from grpo_mega.distributed.device import Device
-from grpo_mega.formats.reader import random_reader
 from grpo_mega.types import Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape

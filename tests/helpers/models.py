@@ -46,7 +46,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_mega.formats.hf_files import with_old_fields
+from grpo_mega.checkpoint_io.hf_files import with_old_fields
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

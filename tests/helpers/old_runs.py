@@ -1,8 +1,8 @@
 """Write five small runs that stopped after a checkpoint, and record how they end, are exported and evaluated.
 
-    PYTHONPATH=CHECKOUT python tests/helpers/old_runs.py FOLDER && tar -C FOLDER -cJf tests/run/old_runs.tar.xz .
+    PYTHONPATH=CHECKOUT python tests/helpers/old_runs.py FOLDER && tar -C FOLDER -cJf tests/trainer/old_runs.tar.xz .
 
-tests/run/old_runs.tar.xz holds those of version 0.1. Only the command line is used, so the script runs with any
+tests/trainer/old_runs.tar.xz holds those of version 0.1. Only the command line is used, so the script runs with any
 version. Paths in the configs are relative to FOLDER.
 """
 

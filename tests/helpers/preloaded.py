@@ -53,7 +53,7 @@ IMPORTS = (
     "grpo_mega.cli.commands.check",
     "grpo_mega.cli.commands.convert",
     "grpo_mega.rollout.embedded.engine",
-    "grpo_mega.cli.preflight",
+    "grpo_mega.cli.checks",
 )
 # Variables that are read when Python starts or a library is imported, so they must be the server's.
 READ_AT_IMPORT = (

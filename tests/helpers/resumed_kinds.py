@@ -91,7 +91,7 @@ def copy_run(source: Path, target: Path) -> None:
 def run(*arguments: str) -> int:
     """Run grpo-mega. A run that resumes first writes its checkpoint again, from memory."""
     from grpo_mega import cli
-    from grpo_mega.run.job import TrainingJob
+    from grpo_mega.trainer.job import TrainingJob
 
     resume = TrainingJob.resume
 

@@ -21,9 +21,9 @@ from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.sglang.buckets import HostBuckets
+from grpo_mega.rollout.sglang.client import Event
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
-from grpo_mega.rollout.sglang.session import Event
 from grpo_mega.types import Group, Prompt, Sample, Span
 from grpo_mega.weights.layout import ShardLayout
 

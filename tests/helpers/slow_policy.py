@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from grpo_mega.formats.checkpoints import Manifest
+from grpo_mega.checkpoint_io.checkpoints import Manifest
 
 
 class SlowPolicy:

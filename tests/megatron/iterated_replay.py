@@ -19,12 +19,12 @@ import torch.distributed as dist
 from offload_worker import Trainee, make_config_of, make_groups
 from torch import Tensor
 
+from grpo_mega.checkpoint_io.dcp_read import read_metadata
+from grpo_mega.checkpoint_io.reader import random_reader
+from grpo_mega.checkpoint_io.slices import ITEM_BYTES
+from grpo_mega.cli.checks.machine import CARDS
 from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.memory import checkpoint_bytes, host_memory
-from grpo_mega.cli.preflight.machine import CARDS
-from grpo_mega.formats.dcp_read import read_metadata
-from grpo_mega.formats.reader import random_reader
-from grpo_mega.formats.slices import ITEM_BYTES
 from grpo_mega.types import Group, Sample
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of

@@ -15,20 +15,20 @@ import torch.distributed as dist
 from grpo_mega import config as configs
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.checkpoint_io.dcp_read import read_metadata
+from grpo_mega.checkpoint_io.megatron_weights import MegatronWeights
+from grpo_mega.checkpoint_io.model import read_model_files
+from grpo_mega.checkpoint_io.reader import CheckpointReader
+from grpo_mega.cli.checks.machine import CARDS, Machine
+from grpo_mega.cli.checks.model import Model
 from grpo_mega.cli.planner.job import plan_on
 from grpo_mega.cli.planner.memory import state_of
-from grpo_mega.cli.preflight.machine import CARDS, Machine
-from grpo_mega.cli.preflight.model import Model
 from grpo_mega.distributed.device import Device
-from grpo_mega.formats.dcp_read import read_metadata
-from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.model import read_model_files
-from grpo_mega.formats.reader import CheckpointReader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.run.export import gather_on_first
-from grpo_mega.run.parts import build_policy
+from grpo_mega.trainer.export import gather_on_first
+from grpo_mega.trainer.parts import build_policy
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region, whole

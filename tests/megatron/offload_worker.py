@@ -19,10 +19,10 @@ import torch.distributed as dist
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.checkpoint_io.reader import random_reader
 from grpo_mega.config import Config
 from grpo_mega.distributed import device as devices
 from grpo_mega.distributed.watchdog import recorder
-from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.pipeline import BACKWARD, FORWARD
@@ -247,7 +247,7 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
 def num_beats(act: Callable[[], None]) -> int:
     """Return how often the hang watch hears of progress during `act()`, besides collectives."""
     beats: list[int] = []
-    with recorder().heard(lambda kind: beats.append(1)):
+    with recorder().on_heartbeat(lambda kind: beats.append(1)):
         act()
     return len(beats)
 
@@ -257,7 +257,7 @@ def check_pieces(text: str, rank: int, folder: Path) -> None:
     trainee = Trainee(make_config_of(text, "model.recompute=full"))
     batches = trainee.policy.attach_logprobs(make_batches(trainee.policy, trainee.config, 0))
     kinds: list[str] = []
-    with recorder().heard(kinds.append):
+    with recorder().on_heartbeat(kinds.append):
         trainee.policy.update(batches)
     passes = trainee.config.layout.vpp or 1
     expected: list[tuple[int, str]] = []

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from grpo_mega.checkpoint_io.reader import open_reader
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron import compat
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.weights.boxes import region

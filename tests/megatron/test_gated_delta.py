@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net
 from torch import Tensor
 
+from grpo_mega.checkpoint_io.model import read_model_files
 from grpo_mega.distributed.launch import only_rank
-from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import model
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.attention import pack_params
 from grpo_mega.megatron.gated_delta import delta_rule
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.run.parts import build_policy
+from grpo_mega.trainer.parts import build_policy
 from tests.distributed.layout_cases import make_config
 from tests.helpers.models import make_model, save_checkpoint
 from tests.megatron.test_guards import IS_NEW, megatron_source

@@ -48,7 +48,7 @@ def test_a_mismatch_above_its_limit_is_reported_if_layers_fall_back() -> None:
     assert message.startswith("step 1: engine and trainer disagree by a KL (k3) of 0.5 nats per token; the first")
     assert level == Level.ENDS
     assert run(guard(fall_back=True), [(math.nan, CALM)])[0][0] == Level.ENDS
-    assert run(guard(), [(0.5, CALM)]) == [(Level.AS_CONFIGURED, ())]  # observe/rules.py warns
+    assert run(guard(), [(0.5, CALM)]) == [(Level.AS_CONFIGURED, ())]  # tracking/rules.py warns
 
 
 def test_the_ends_then_all_layers_fall_back_and_return_after_their_steps() -> None:

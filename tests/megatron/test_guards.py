@@ -2,7 +2,7 @@
 needed.
 
 Guards with numeric effects are tested elsewhere: interleaving at pp=2 and gradient norms over tensor-parallel ranks in
-tests/distributed/test_layouts.py, Adam's step counts in tests/run/test_resume.py.
+tests/distributed/test_layouts.py, Adam's step counts in tests/trainer/test_resume.py.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.checkpoint_io import adapter
+from grpo_mega.checkpoint_io.model import read_model_files
 from grpo_mega.config import LoraConfig
 from grpo_mega.distributed.launch import only_rank
-from grpo_mega.formats import adapter
-from grpo_mega.formats.model import read_model_files
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES

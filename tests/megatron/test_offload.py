@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mega.megatron.offload import ALIGNMENT, HostCopy, Movable, storages_of
+from grpo_mega.megatron.offload import ALIGNMENT, HostCopy, OffloadedStorages, storages_of
 from tests.helpers.ranks import Results, launch
 
 MANY_STEPS, PIECES = "many steps", "pieces: "  # names of cases of the worker
@@ -60,8 +60,8 @@ def test_a_200_step_run_with_offload_has_bit_identical_losses(found: Results) ->
     assert found[MANY_STEPS] == [], "\n".join(found[MANY_STEPS])
 
 
-def movable(device: str, chunk_bytes: int = 4 * ALIGNMENT) -> Movable:
-    return Movable(torch.cuda.Stream(), is_pinned=device == "cuda", chunk_bytes=chunk_bytes)
+def movable(device: str, chunk_bytes: int = 4 * ALIGNMENT) -> OffloadedStorages:
+    return OffloadedStorages(torch.cuda.Stream(), is_pinned=device == "cuda", chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -138,7 +138,7 @@ def test_copies_wait_for_the_current_stream_and_are_waited_for(monkeypatch: pyte
     monkeypatch.setattr(current, "wait_event", waited.append, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: current)
     tensor = torch.ones(10)
-    moved = Movable(own, is_pinned=False)
+    moved = OffloadedStorages(own, is_pinned=False)
     moved.offload(storages_of([tensor]))
     assert own.asked == ["wait_stream", "synchronize"], "memory may be freed only after the copy has ended"
     moved.begin_onload()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.cli.checks.machine import card_of
 from grpo_mega.cli.commands.options import PlanOptions
 from grpo_mega.cli.commands.plan import prepare_plan
 from grpo_mega.cli.planner.job import PlannedJob
-from grpo_mega.cli.preflight.machine import card_of
 from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.rehearsal import Comparison, default_ranks, rehearse, request_of
@@ -289,8 +289,10 @@ def test_a_model_that_is_not_here_is_asked_for_with_the_way_out(tmp_path: Path) 
     (tmp_path / "run.yaml").write_text(
         f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}"
     )
-    _, findings = prepare_plan(PlanOptions(tmp_path / "run.yaml"))
-    assert any("--model NAME" in violation and "--model-config FILE" in violation for violation in findings.violations)
+    _, violations = prepare_plan(PlanOptions(tmp_path / "run.yaml"))
+    assert any(
+        "--model NAME" in violation and "--model-config FILE" in violation for violation in violations.violations
+    )
 
 
 def test_trainer_ranks_alone_are_rehearsed() -> None:

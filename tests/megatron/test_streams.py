@@ -48,7 +48,7 @@ def run(case: str) -> None:
         return
     weight = numbers.clone()
     if case == "offload":
-        moved = offload.Movable(torch.cuda.Stream(), is_pinned=False, chunk_bytes=4096)
+        moved = offload.OffloadedStorages(torch.cuda.Stream(), is_pinned=False, chunk_bytes=4096)
         moved.offload([weight.untyped_storage()])
         assert not weight.untyped_storage().nbytes()
         moved.onload()

@@ -15,12 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.checkpoint_io.reader import random_reader
+from grpo_mega.cli.checks.machine import CARDS
 from grpo_mega.cli.planner.activations import activations
 from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.state import Storage, buffer_of, chunk_parameters, stage_state
-from grpo_mega.cli.preflight.machine import CARDS
 from grpo_mega.distributed import device as devices
-from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mega.cli.checks.model import KNOWN_MODELS
 from grpo_mega.cli.commands.options import PlanOptions
 from grpo_mega.cli.commands.plan import prepare_plan
 from grpo_mega.cli.planner.activations import activations
 from grpo_mega.cli.planner.memory import communicators
 from grpo_mega.cli.planner.plan import Plan, first_changes, suggest
 from grpo_mega.cli.planner.report import rank_groups
-from grpo_mega.cli.preflight.model import KNOWN_MODELS
 
 pytestmark = pytest.mark.pool
 
@@ -24,10 +24,10 @@ LONG_70B, LONG_8B = "slurm/llama3_70b_32k.yaml", "examples/qwen3-8b-32k.yaml"
 
 
 def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
-    setup, findings = prepare_plan(
+    setup, violations = prepare_plan(
         PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8)
     )
-    assert setup is not None and not findings.violations, findings.violations
+    assert setup is not None and not violations.violations, violations.violations
     return Plan(setup)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.cli.checks.machine import card_of
+from grpo_mega.cli.checks.model import KNOWN_MODELS
 from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.memory import cache_bytes_per_token, engine_memory, host_memory
 from grpo_mega.cli.planner.timing import decoding_step, token_seconds
-from grpo_mega.cli.preflight.machine import card_of
-from grpo_mega.cli.preflight.model import KNOWN_MODELS
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_mega import cli
-from grpo_mega.cli.preflight.model import KNOWN_MODELS, find_known_model
+from grpo_mega.cli.checks.model import KNOWN_MODELS, find_known_model
 from grpo_mega.weights.architecture import shape_of
 from grpo_mega.weights.families import family_of
 

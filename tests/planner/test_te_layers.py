@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.cli.checks.machine import ASSUMED, card_of
 from grpo_mega.cli.commands.options import PlanOptions
 from grpo_mega.cli.commands.plan import prepare_plan
 from grpo_mega.cli.planner.activations import activations
 from grpo_mega.cli.planner.job import PlannedJob
-from grpo_mega.cli.preflight.machine import ASSUMED, card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 from tests.te_on_cpu.emulated_te import launcher
@@ -182,10 +182,10 @@ RANKS = [("llama3_70b", LLAMA_70B, (0,))]
 
 def setup_of(name: str, fields: dict[str, Any], folder: Path) -> PlannedJob:
     (folder / "config.json").write_text(json.dumps(fields))
-    setup, findings = prepare_plan(
+    setup, violations = prepare_plan(
         PlanOptions(ROOT / "slurm" / f"{name}.yaml", world_size=64, model_config=folder / "config.json")
     )
-    assert setup is not None and not findings.violations
+    assert setup is not None and not violations.violations
     return setup
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from grpo_mega import config as configs
+from grpo_mega.cli.checks.machine import card_of
 from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.plan import Plan
-from grpo_mega.cli.preflight.machine import card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 

@@ -1,4 +1,4 @@
-"""Plans for ranks on this machine's cores, and findings on its memory, which every command lists."""
+"""Plans for ranks on this machine's cores, and violations on its memory, which every command lists."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega import config as configs
-from grpo_mega.cli import preflight
+from grpo_mega.cli import checks
+from grpo_mega.cli.checks.model import model_of
 from grpo_mega.cli.planner import this_machine
 from grpo_mega.cli.planner.plan import Plan
-from grpo_mega.cli.preflight.model import model_of
 from grpo_mega.config import Config
 from grpo_mega.processes import GIB, HostRoom
 from tests.helpers.models import make_tokenizer
@@ -69,7 +69,7 @@ def write_config(folder: Path, fields: dict[str, Any] = SMALL, **changes: Any) -
 
 
 def plan_of(config: Config, rates: this_machine.Rates = RATES) -> Plan:
-    return Plan(this_machine.plan_here(config, model_of(SMALL), preflight.this_machine(config.layout), rates))
+    return Plan(this_machine.plan_here(config, model_of(SMALL), checks.this_machine(config.layout), rates))
 
 
 def lines_of(code: int, output: str) -> list[str]:
@@ -112,10 +112,10 @@ def test_a_job_that_cannot_fit_is_refused_and_a_tight_one_gets_a_note(
 ) -> None:
     path = write_config(tmp_path)
     config = configs.load(path)
-    machine = preflight.this_machine(config.layout)
+    machine = checks.this_machine(config.layout)
     need = plan_of(config).host.peak
 
-    def findings_with(room: HostRoom) -> preflight.Findings:
+    def findings_with(room: HostRoom) -> checks.Violations:
         monkeypatch.setattr(this_machine, "host_room", lambda: room)
         return this_machine.find_all(config, machine)
 

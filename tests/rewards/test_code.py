@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.cli.preflight import find_problems, this_machine
+from grpo_mega.cli.checks import find_violations, this_machine
 from grpo_mega.config import load
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import NoScore, code, registry
@@ -175,7 +175,7 @@ def test_programs_are_refused_if_their_user_cannot_enter_python(
     try:
         with pytest.raises(SandboxFailed, match=f"another user, who cannot enter {hidden}$"):
             run_programs([Program("1")], 60.0)
-        (problem,) = (one for one in find_problems(config, this_machine(config.layout)) if str(hidden) in one)
+        (problem,) = (one for one in find_violations(config, this_machine(config.layout)) if str(hidden) in one)
     finally:
         for one in cached:
             one.cache_clear()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.cli.preflight.findings import reward_problems
+from grpo_mega.cli.checks.violations import reward_problems
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RewardError, raise_all
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.config.data import ALIASES, RewardsConfig
-from grpo_mega.observe.metrics import has_full_marks
 from grpo_mega.rewards import Score, registry
 from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.shaping import SHAPING, len_reward
+from grpo_mega.tracking.metrics import has_full_marks
 from grpo_mega.types import Prompt, Sample
 
 

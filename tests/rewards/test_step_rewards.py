@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_mega.checkpoint_io.model import decoder
 from grpo_mega.errors import ConfigError, RewardError
-from grpo_mega.formats.model import decoder
-from grpo_mega.observe.metrics import heldout_metrics, rollout_metrics
 from grpo_mega.rewards import RewardPool, RewardResult, Step, registry
 from grpo_mega.rewards.scorer import PIECE_SIZE, VERDICTS, Scorer, drop_unusable, tokens_at
+from grpo_mega.tracking.metrics import heldout_metrics, rollout_metrics
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.reward_pools import reward_pool
 

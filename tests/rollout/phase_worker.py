@@ -18,11 +18,11 @@ from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import RewardError
-from grpo_mega.observe.progress import Timers
 from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.rollouts import Phase, Rollouts
+from grpo_mega.tracking.progress import Timers
 from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region

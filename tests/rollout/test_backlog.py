@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.rollout.backlog import Backlog, arrays_of, fields_of, pack_groups, unpack
-from grpo_mega.types import Context, Group, Prompt, Sample, Span, Turn
+from grpo_mega.types import Context, Group, Prompt, PromptDraw, Sample, Span
 
 PROMPTS = [Prompt(id=3 * i, text=f"p{i}\u2028\ud800", token_ids=(i, 7, 70_000 + i), answer="") for i in range(12)]
 SIZE = 3
@@ -35,9 +35,9 @@ def group(place: int, *spans: tuple[int, int], finished: bool = True) -> Group:
     return Group(PROMPTS[place], [sample(PROMPTS[place], i, *spans, finished=finished or i > 0) for i in range(SIZE)])
 
 
-def draw(number: int) -> list[Turn]:
+def draw(number: int) -> list[PromptDraw]:
     """Draw four prompts at a time, repeating; an epoch has three draws."""
-    return [Turn(PROMPTS[(4 * number + i) % len(PROMPTS)], 0, number // 3) for i in range(4)]
+    return [PromptDraw(PROMPTS[(4 * number + i) % len(PROMPTS)], 0, number // 3) for i in range(4)]
 
 
 def ids(backlog: Backlog) -> list[int]:
@@ -84,9 +84,9 @@ def test_no_turn_starts_two_epochs_after_a_deferred_one() -> None:
 
 
 def test_each_data_set_has_separate_epochs() -> None:
-    def of_two_sets(number: int) -> list[Turn]:
+    def of_two_sets(number: int) -> list[PromptDraw]:
         """The first set has one prompt, so each draw is an epoch; the second set is large."""
-        return [Turn(PROMPTS[0], 0, number), Turn(PROMPTS[1 + number % 11], 1, number // 11)]
+        return [PromptDraw(PROMPTS[0], 0, number), PromptDraw(PROMPTS[1 + number % 11], 1, number // 11)]
 
     held = Backlog(groups=(group(0, (0, 2)),))
     found = held.drawn_up_to(9, of_two_sets, ())
@@ -167,7 +167,7 @@ def test_a_written_backlog_is_read_back_to_the_bit(tmp_path: Path) -> None:
     )
     scored.samples[2] = replace(scored.samples[2], reward=math.pi, step_rewards=[1e-300])
     groups = (group(2, (0, 5), finished=False), scored, Group(PROMPTS[0], []))
-    waiting = (Turn(PROMPTS[2], 0, 4), Turn(PROMPTS[7], 1, 3), Turn(PROMPTS[2], 0, 5))
+    waiting = (PromptDraw(PROMPTS[2], 0, 4), PromptDraw(PROMPTS[7], 1, 3), PromptDraw(PROMPTS[2], 0, 5))
     backlog = Backlog(9, groups, deferred=waiting)
     backlog = backlog.after_phase([Group(g.prompt, []) for g in groups], [], groups).trained([])
     write(backlog, tmp_path)
@@ -204,7 +204,7 @@ def test_samples_without_turns_have_the_same_file_as_before() -> None:
 def test_groups_of_prompts_removed_from_the_data_are_dropped_and_counted(tmp_path: Path) -> None:
     groups = tuple(group(i, (3, 2)) for i in range(3))
     backlog = Backlog(1, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups)
-    turns = tuple(Turn(PROMPTS[i], 0, 1) for i in (0, 1, 2))
+    turns = tuple(PromptDraw(PROMPTS[i], 0, 1) for i in (0, 1, 2))
     # The last group has not started.
     backlog = replace(backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns)
     write(backlog, tmp_path)
@@ -220,7 +220,7 @@ def test_an_empty_backlog_needs_no_file(tmp_path: Path) -> None:
 
 
 def test_deferred_turns_alone_are_stored(tmp_path: Path) -> None:
-    backlog = Backlog(4, deferred=(Turn(PROMPTS[1], 0, 2),))
+    backlog = Backlog(4, deferred=(PromptDraw(PROMPTS[1], 0, 2),))
     write(backlog, tmp_path)
     assert Backlog.read(tmp_path, 4, {PROMPTS[1].id: PROMPTS[1]}.get) == backlog
     write(Backlog(4, ledger=Counter(begun_groups=1)), tmp_path)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_mega.checkpoint_io.reader import open_hf_reader
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.versions import installed_set
-from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.embedded.model import checkpoint_tensors
 from grpo_mega.rollout.embedded.model import make_model as make_engines_model

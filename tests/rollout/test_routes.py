@@ -21,7 +21,7 @@ from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.routes import RouterSizes, cut, is_intact, parsed, with_routes_of
 from grpo_mega.rollout.sglang import session
-from grpo_mega.run.batches import attach_routes, check_routes, share_live
+from grpo_mega.trainer.batches import attach_routes, check_routes, share_live
 from grpo_mega.types import Group, PackedBatch, Prompt, Routes, Sample, Span
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout

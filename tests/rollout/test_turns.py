@@ -16,13 +16,13 @@ from torch.distributed import HashStore
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.observe.progress import Timers
 from grpo_mega.rollout.embedded import engine as turns_module
 from grpo_mega.rollout.embedded.decoder import Decoder, Start
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.rollout.sessions.session import Asked, Ended, TurnRequest, TurnResult
+from grpo_mega.tracking.progress import Timers
 from grpo_mega.types import Group, Prompt, Sample, Span
 from tests.helpers.models import FAMILIES, MIXTURES, VOCAB_SIZE, make_model
 from tests.helpers.scripted_conversations import Key, Script, ScriptedConversations, Talk

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_mega import cli
 from grpo_mega.rollout.sglang.engine import SGLangEngine
-from grpo_mega.run.colocation import Colocation
+from grpo_mega.trainer.colocation import Colocation
 from grpo_mega.weights.apply import Bucket
 
 STEP = int(sys.argv[1])

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from grpo_mega import cli, train
-from grpo_mega.run.export import export_policy
-from grpo_mega.run.job import Job
+from grpo_mega.trainer.export import export_policy
+from grpo_mega.trainer.job import Job
 from grpo_mega.types import Group
 
 FOLDER = Path(sys.argv[1])

@@ -23,24 +23,24 @@ from torch.distributed import HashStore, PrefixStore
 
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import assign_advantages
+from grpo_mega.checkpoint_io.model import ModelFiles, read_model_files
 from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import SyncError
-from grpo_mega.formats.model import ModelFiles, read_model_files
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.progress import Timers
 from grpo_mega.rollout.engine import NoEngine, Receiver, RolloutRequest, StopCondition
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
-from grpo_mega.run.batches import pack
-from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.export import export_policy
-from grpo_mega.run.parts import build_adapter_sync, build_policy, build_sync, served_lora
+from grpo_mega.tracking.progress import Timers
+from grpo_mega.trainer.batches import pack
+from grpo_mega.trainer.colocation import Colocation
+from grpo_mega.trainer.export import export_policy
+from grpo_mega.trainer.parts import build_adapter_sync, build_policy, build_sync, served_lora
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards

@@ -15,9 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.sessions.session import Ended, TurnRequest
+from grpo_mega.rollout.sglang.client import Event, request_body
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.sglang.session import Event, request_body
 from grpo_mega.rollout.sglang.turns import Turns
 from grpo_mega.types import Group, Prompt, Sample, Span
 from tests.helpers.scripted_conversations import Key, Script, ScriptedConversations, Talk

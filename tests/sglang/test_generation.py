@@ -24,9 +24,9 @@ from grpo_mega.errors import EngineError, SyncError
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.rollout.rollouts import check_versions
 from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
+from grpo_mega.rollout.sglang.client import ServerClient
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
@@ -63,7 +63,7 @@ def connected(
         session_of(engine).close()
 
 
-def session_of(engine: SGLangEngine) -> Session:
+def session_of(engine: SGLangEngine) -> ServerClient:
     assert engine._session is not None
     return engine._session
 

@@ -24,9 +24,9 @@ from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.sglang import server_main
 from grpo_mega.rollout.sglang.buckets import ServedLora
+from grpo_mega.rollout.sglang.client import Event
 from grpo_mega.rollout.sglang.engine import GRAPHS
 from grpo_mega.rollout.sglang.server import EngineSettings, Server, server_arguments, server_environment, warm_up
-from grpo_mega.rollout.sglang.session import Event
 from grpo_mega.types import Prompt
 from grpo_mega.weights.families import FAMILIES
 from tests.helpers.servers import TRAINERS, changed, make_settings

@@ -11,8 +11,8 @@ import torch
 
 from grpo_mega import config as configs
 from grpo_mega.cli.commands.check import Case, run_cases
+from grpo_mega.rollout.sglang.client import ServerClient
 from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.models import make_model
 from tests.helpers.servers import MODEL, make_settings, ready
@@ -63,7 +63,7 @@ def test_a_teacher_on_a_server_gives_the_log_probs_of_megatron(own_server: Serve
     for name, seed in (("student", 1), ("teacher", 2)):
         make_model("qwen2", seed=seed, **sizes).save_pretrained(tmp_path / name)
     body = {"model_path": str(tmp_path / "teacher"), "load_format": "auto"}
-    with closing(Session(own_server.url, {})) as session:
+    with closing(ServerClient(own_server.url, {})) as session:
         session.run(session.post("/update_weights_from_disk", body))
     torch.save(make_groups(), tmp_path / "groups.pt")
     student, teacher = tmp_path / "student", str(tmp_path / "teacher")

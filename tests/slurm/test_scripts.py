@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mega.cli.checks.model import KNOWN_MODELS
 from grpo_mega.cli.commands.options import PlanOptions
 from grpo_mega.cli.commands.plan import prepare_plan as plan_setup
 from grpo_mega.cli.planner.plan import MARGIN, Plan
-from grpo_mega.cli.preflight.model import KNOWN_MODELS
 from grpo_mega.config import load
 from tests.helpers.shapes import LLAMA_70B, QWEN_72B
 from tests.slurm.cluster import wait_for
@@ -129,8 +129,8 @@ def test_a_large_model_fits_its_gpus_of_80_gb_with_room_to_spare(name: str, tmp_
     fields, num_gpus = MODELS[name]
     config.write_text(json.dumps(dict(fields)))
     path = ROOT / "slurm" / f"{name}.yaml"
-    setup, findings = plan_setup(PlanOptions(path, gpu="h100", world_size=num_gpus, model_config=config))
-    assert setup is not None and not findings.violations
+    setup, violations = plan_setup(PlanOptions(path, gpu="h100", world_size=num_gpus, model_config=config))
+    assert setup is not None and not violations.violations
     plan = Plan(setup)
     assert plan.fits and plan.spare >= MARGIN
     header = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))

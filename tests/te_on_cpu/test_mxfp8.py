@@ -17,9 +17,9 @@ import transformer_engine_torch as tex
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
+from grpo_mega.cli.checks.machine import card_of
 from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.memory import _fp8_copies, state_of
-from grpo_mega.cli.preflight.machine import card_of
 from grpo_mega.distributed.device import Device, select
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes

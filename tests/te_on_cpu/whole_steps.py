@@ -24,7 +24,7 @@ import torch
 import yaml
 
 from grpo_mega import config as configs
-from grpo_mega.cli.preflight.precision import environment
+from grpo_mega.cli.checks.precision import environment
 from tests.helpers.models import make_model, save_checkpoint
 from tests.te_on_cpu.emulated_te import launcher
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.cli.preflight.precision import rollout_block_problems
+from grpo_mega.cli.checks.precision import rollout_block_problems
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.errors import ConfigError, WeightMappingError, raise_all
 from grpo_mega.rollout.sglang.requirements import served_card_problems

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from grpo_mega.errors import SyncError
 from grpo_mega.rollout.sglang import loader
 from grpo_mega.rollout.sglang.buckets import padded, parameters
-from grpo_mega.run.colocation import WeightSync
+from grpo_mega.trainer.colocation import WeightSync
 from grpo_mega.weights.apply import (
     Bucket,
     Entry,

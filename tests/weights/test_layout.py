@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from grpo_mega.checkpoint_io.reader import random_reader
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.reader import random_reader
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from grpo_mega.cli.preflight.model import model_of
-from grpo_mega.formats.hf_files import may_have_extra, side_contents, with_old_fields
+from grpo_mega.checkpoint_io.hf_files import may_have_extra, side_contents, with_old_fields
+from grpo_mega.cli.checks.model import model_of
 from grpo_mega.weights.families import FAMILIES, MULTIMODAL
 from grpo_mega.weights.hf_config import resolve_config
 from tests.helpers.resolved import difference

@@ -25,8 +25,8 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch_processes
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, raise_all
-from grpo_mega.observe.progress import phase
 from grpo_mega.processes import private_folder
+from grpo_mega.tracking.progress import phase
 from grpo_mega.types import Group, StepMetrics
 from grpo_mega.weights.boxes import Box
 
@@ -97,7 +97,7 @@ def run(options: CheckOptions) -> int:
     if not layouts:
         raise ConfigError(f"--layouts={options.layouts!r}: must name a layout; write it like {LAYOUTS}")
     print_notes([f"comparing {options.layouts} with one rank"])
-    from grpo_mega.cli.preflight import resolve_dtype  # an error of the config itself is found without numpy and rich
+    from grpo_mega.cli.checks import resolve_dtype  # an error of the config itself is found without numpy and rich
 
     config, note = resolve_dtype(config, uses_gpu(config.device, os.environ))
     if note is not None:
@@ -122,7 +122,7 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
 
 def find_cases(config: Config, layouts: Sequence[str]) -> list[Case]:
     """Return a case for a single rank and one for each layout. Raise ConfigError with all problems of all cases."""
-    from grpo_mega.cli import preflight
+    from grpo_mega.cli import checks
     from grpo_mega.cli.planner import this_machine
 
     cases: list[Case] = []
@@ -134,7 +134,7 @@ def find_cases(config: Config, layouts: Sequence[str]) -> list[Case]:
         except ConfigError as error:
             problems += error.lines
             continue
-        found = this_machine.find_all(case.config, preflight.this_machine(case.config.layout))
+        found = this_machine.find_all(case.config, checks.this_machine(case.config.layout))
         problems += found.violations
         notes |= dict.fromkeys(found.notes)
         cases.append(case)
@@ -186,7 +186,7 @@ def run_members(launched: tuple[Mapping[int, Case], Path]) -> None:
             import torch.distributed as dist
 
             from grpo_mega.megatron import runtime as runtimes
-            from grpo_mega.run.job import open_job
+            from grpo_mega.trainer.job import open_job
 
         if not (folder / "groups.pt").exists():  # the first launch has a single rank
             print("check: generating samples on one rank", flush=True)
@@ -210,11 +210,11 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Write the case's outcome to `folder`. All ranks of the layout call this."""
     import torch
 
-    from grpo_mega.formats.model import read_model_files
-    from grpo_mega.observe.progress import Pace, Timers
-    from grpo_mega.run.batches import assign_advantages, attach_logprobs, gather_responses, pack, update_policy
-    from grpo_mega.run.export import export_policy
-    from grpo_mega.run.parts import build_policy
+    from grpo_mega.checkpoint_io.model import read_model_files
+    from grpo_mega.tracking.progress import Pace, Timers
+    from grpo_mega.trainer.batches import assign_advantages, attach_logprobs, gather_responses, pack, update_policy
+    from grpo_mega.trainer.export import export_policy
+    from grpo_mega.trainer.parts import build_policy
 
     model = read_model_files(case.config.model)
     policy = build_policy(case.config, model, runtime)
@@ -240,7 +240,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
     import torch
 
-    from grpo_mega.formats.reader import open_hf_reader
+    from grpo_mega.checkpoint_io.reader import open_hf_reader
 
     pairs = list(zip(baseline.updates, outcome.updates, strict=True))
     # A dropped mini-batch has no grad_norm.

@@ -31,19 +31,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_mega import config as configs
+from grpo_mega.checkpoint_io.checkpoints import find_policy, read_manifest
+from grpo_mega.checkpoint_io.detect import find_checkpoint
+from grpo_mega.checkpoint_io.slices import FROM_TORCH, ITEM_BYTES, TORCH_NAMES, known_dtype
 from grpo_mega.cli.commands.eval import describe_policy
 from grpo_mega.cli.commands.options import ConvertOptions, ExportOptions
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, WeightMappingError, raise_all
-from grpo_mega.formats.checkpoints import find_policy, read_manifest
-from grpo_mega.formats.detect import find_checkpoint
-from grpo_mega.formats.slices import FROM_TORCH, ITEM_BYTES, TORCH_NAMES, known_dtype
 from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE, check_free, write_atomically
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
 if TYPE_CHECKING:
-    from grpo_mega.formats.output import Report
+    from grpo_mega.checkpoint_io.output import Report
 
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
@@ -68,7 +68,7 @@ def to_mcore(options: ConvertOptions) -> int:
     for name, value in (("--max-shard-size", options.max_shard_size), ("--config", options.config)):
         if value is not None:
             raise ConfigError(f"{name}={value}: must go with a Megatron checkpoint, and {source} is none; leave it out")
-    from grpo_mega.formats.convert import convert_hf_to_mcore
+    from grpo_mega.checkpoint_io.convert import convert_hf_to_mcore
 
     return _run_conversion(convert_hf_to_mcore, source, out, options)
 
@@ -82,7 +82,7 @@ def to_hf(options: ConvertOptions) -> int:
         return dry(options)
     source, out = _ends(options)
     max_shard_bytes = num_bytes(options.max_shard_size or "5GB")
-    from grpo_mega.formats.convert import convert_mcore_to_hf
+    from grpo_mega.checkpoint_io.convert import convert_mcore_to_hf
 
     convert = partial(convert_mcore_to_hf, max_shard_bytes=max_shard_bytes, config_folder=options.config)
     return _run_conversion(convert, source, out, options)
@@ -276,15 +276,15 @@ def run_export(options: ExportOptions) -> int:
     checkpoint, manifest = policy.path, read_manifest(policy.path)
     import torch.distributed as dist  # needed only to read a checkpoint
 
-    from grpo_mega.formats.convert import convert_mcore_to_hf
-    from grpo_mega.run.saving import verify_files
+    from grpo_mega.checkpoint_io.convert import convert_mcore_to_hf
+    from grpo_mega.trainer.saving import verify_files
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         verify_files(checkpoint, manifest, rank=0, world_size=1)
         if lora is not None:
-            from grpo_mega.formats import adapter
-            from grpo_mega.run.inputs import check_base
+            from grpo_mega.checkpoint_io import adapter
+            from grpo_mega.trainer.inputs import check_base
 
             if options.is_merged and config.model.init == "random":
                 raise ConfigError(
@@ -297,8 +297,8 @@ def run_export(options: ExportOptions) -> int:
     if lora is None:
         convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
     if config.algorithm.is_sft and (out / "config.json").exists():
-        from grpo_mega.formats.model import read_model_files
-        from grpo_mega.run.export import with_end_token
+        from grpo_mega.checkpoint_io.model import read_model_files
+        from grpo_mega.trainer.export import with_end_token
 
         for name, content in with_end_token(read_model_files(config.model), config.rollout.stop_token_ids).items():
             write_atomically(out / name, content)

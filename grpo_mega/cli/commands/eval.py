@@ -25,23 +25,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mega import config as configs
+from grpo_mega.checkpoint_io.checkpoints import SavedPolicy, check_model, find_policy, read_manifest
 from grpo_mega.cli.commands.options import EvalOptions
 from grpo_mega.cli.commands.train import check_config, print_notes, rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import gpu_sign
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
-from grpo_mega.formats.checkpoints import SavedPolicy, check_model, find_policy, read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, RUN_FILE, STATE, read_json
 from grpo_mega.processes import KEEP, own_folder, private_folder
 from grpo_mega.text import json_line
 
 if TYPE_CHECKING:
-    from grpo_mega.formats.model import ModelFiles
+    from grpo_mega.checkpoint_io.model import ModelFiles
     from grpo_mega.megatron.policy import Policy
     from grpo_mega.megatron.runtime import Runtime
-    from grpo_mega.run.evaluation import Evaluated
-    from grpo_mega.run.job import Job
+    from grpo_mega.trainer.evaluation import Evaluated
+    from grpo_mega.trainer.job import Job
     from grpo_mega.types import Group, Prompt, Sample
 
 MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH = 4096, 512  # tokens, for a model without a run
@@ -65,9 +65,9 @@ class EvalRequest:
         import torch.distributed as dist
 
         from grpo_mega.megatron.policy import Policy
-        from grpo_mega.run.inputs import check_base
-        from grpo_mega.run.parts import build_policy, load_saved
-        from grpo_mega.run.saving import verify_files
+        from grpo_mega.trainer.inputs import check_base
+        from grpo_mega.trainer.parts import build_policy, load_saved
+        from grpo_mega.trainer.saving import verify_files
 
         chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
         dist.broadcast_object_list(chosen)
@@ -278,9 +278,9 @@ def evaluate_request(request: EvalRequest) -> None:
     with ExitStack() as stack:
         stack.enter_context(ends_at_first("ending; nothing is written"))
         with rank_imports(request.config):
-            from grpo_mega.observe.progress import phase
-            from grpo_mega.run.evaluation import evaluate_set, write_rows
-            from grpo_mega.run.job import open_job
+            from grpo_mega.tracking.progress import phase
+            from grpo_mega.trainer.evaluation import evaluate_set, write_rows
+            from grpo_mega.trainer.job import open_job
 
         job = stack.enter_context(open_job(request.config, request.build_policy))
         with phase("sending the weights to the engines", job.shows_progress):

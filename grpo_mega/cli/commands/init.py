@@ -25,25 +25,25 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from grpo_mega import config as configs
+from grpo_mega.checkpoint_io.hf_files import WEIGHT_SUFFIXES
+from grpo_mega.cli.checks import Machine, find_violations, resolve_dtype, this_machine
+from grpo_mega.cli.checks.machine import CARDS, Card, card_of
+from grpo_mega.cli.checks.model import Model, num_positions, read_model
+from grpo_mega.cli.checks.tokenizer import check_tokenizer_files
 from grpo_mega.cli.commands.options import InitOptions
 from grpo_mega.cli.planner.job import plan_on
 from grpo_mega.cli.planner.plan import MARGIN, Option, Plan, suggest
 from grpo_mega.cli.planner.state import elements_of
 from grpo_mega.cli.planner.this_machine import Rates, cpu_assumptions, cpu_card, measure_rates
-from grpo_mega.cli.preflight import Machine, find_problems, resolve_dtype, this_machine
-from grpo_mega.cli.preflight.machine import CARDS, Card, card_of
-from grpo_mega.cli.preflight.model import Model, num_positions, read_model
-from grpo_mega.cli.preflight.tokenizer import check_tokenizer_files
 from grpo_mega.config.base import MAX_COUNT
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data.load import load_prompts
 from grpo_mega.data.rows import MissingColumn, find_columns, find_value, read_rows
 from grpo_mega.distributed.environment import gpu_sign
 from grpo_mega.errors import ConfigError, raise_all
-from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
-from grpo_mega.observe.progress import phase
 from grpo_mega.paths import write_atomically
 from grpo_mega.processes import host_room
+from grpo_mega.tracking.progress import phase
 from grpo_mega.weights.families import family_of
 from grpo_mega.yaml_text import dump_yaml, parse_yaml
 
@@ -77,7 +77,7 @@ def run(options: InitOptions) -> int:
     text = config_text(options, settings, target)
     config = configs.validate(parse_yaml(text))
     machine = Machine(target.world_size, target.gpus_per_node, target.device)
-    raise_all(find_problems(config, machine if options.gpu else this_machine(config.layout)))
+    raise_all(find_violations(config, machine if options.gpu else this_machine(config.layout)))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.out, text.encode())
     print(
@@ -197,7 +197,7 @@ def _count_tokens(options: InitOptions, known: Sequence[Setting], model: Model) 
 
     Data whose prompts are messages, and templates that refuse a system message, have none.
     """
-    from grpo_mega.formats.model import read_tokenizer
+    from grpo_mega.checkpoint_io.model import read_tokenizer
 
     tokenizer = read_tokenizer(options.model, model.shape.vocab)
     values = {s.key.removeprefix("data."): s.value for s in known if s.key.startswith("data.")}

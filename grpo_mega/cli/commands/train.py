@@ -25,8 +25,8 @@ from grpo_mega.config.data import ALIASES, as_sft
 from grpo_mega.distributed.environment import bind_to_gpu_cores, library_environment, uses_gpu
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch, launch_processes
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, RunFailed, raise_all
-from grpo_mega.observe.progress import phase
 from grpo_mega.paths import LOGS
+from grpo_mega.tracking.progress import phase
 
 
 def run(options: TrainOptions) -> int:
@@ -53,14 +53,14 @@ def train(config: Config, resume: bool, command: list[str], *, starts_processes:
 
     With `starts_processes` also the only rank of a run is a new process.
     """
-    from grpo_mega.run import folder as run_folder
+    from grpo_mega.trainer import folder as run_folder
 
     config = check_config(config, run_folder.recorded_dtype(config.run_dir) if resume else None)
     world_size, log_dir = config.layout.world_size, config.run_dir / LOGS
     if current_rank():  # rank 0 claims
         return launch(train_as_rank, config, world_size, log_dir)
     start_all = launch_processes if starts_processes and current_rank() is None else launch
-    with run_folder.claim(config, resume=resume, command=command) as claim:
+    with run_folder.lock_run_dir(config, resume=resume, command=command) as claim:
         code = start_all(train_as_rank, config, world_size, log_dir)
         if code in (EXIT_USER_ERROR, EXIT_INTERRUPTED):
             claim.discard_unstarted()
@@ -70,10 +70,10 @@ def train(config: Config, resume: bool, command: list[str], *, starts_processes:
 def train_as_rank(config: Config) -> None:
     with ends_at_first("ending before the first step; nothing is lost", (signal.SIGINT,)):
         with rank_imports(config):
-            program = import_module("grpo_mega.run.sft" if config.algorithm.is_sft else "grpo_mega.train")
+            program = import_module("grpo_mega.trainer.sft" if config.algorithm.is_sft else "grpo_mega.train")
             from grpo_mega.cli.planner.this_machine import free_on_gpu
             from grpo_mega.cli.report.writer import ReportWriter
-            from grpo_mega.observe.run_log import Hooks
+            from grpo_mega.tracking.run_log import Hooks
         program.run(config, Hooks(ReportWriter, free_on_gpu))
 
 
@@ -87,21 +87,21 @@ def check_config(config: Config, recorded_dtype: str | None = None, *, trains: b
     """
     rank = current_rank()
     with phase("checking the config, the model's files and the data", config.log.progress and not rank):
-        from grpo_mega.cli import preflight  # an error of the config itself is found without numpy
+        from grpo_mega.cli import checks  # an error of the config itself is found without numpy
 
-        config, note = preflight.resolve_dtype(config, uses_gpu(config.device, os.environ), recorded_dtype)
+        config, note = checks.resolve_dtype(config, uses_gpu(config.device, os.environ), recorded_dtype)
         if rank:
             return config
         from grpo_mega.cli.planner import this_machine
 
-        machine = preflight.this_machine(config.layout, None if rank is None else os.environ)
+        machine = checks.this_machine(config.layout, None if rank is None else os.environ)
         if trains:
-            findings = this_machine.find_all(config, machine)
+            violations = this_machine.find_all(config, machine)
         else:
             whole = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0})  # only training needs all tokens
-            findings = preflight.find_all(config.model_copy(update={"rollout": whole}), machine)
-    raise_all(findings.violations)
-    print_notes([*findings.notes, *([] if note is None else [note])])
+            violations = checks.find_all(config.model_copy(update={"rollout": whole}), machine)
+    raise_all(violations.violations)
+    print_notes([*violations.notes, *([] if note is None else [note])])
     return config
 
 
@@ -119,7 +119,7 @@ def rank_imports(config: Config) -> Iterator[None]:
     from later collections. This saves 2.7 of 6.4 s of CPU at the start and the end of a rank, and shortens the
     collections between. Raise ConfigError if a kernel that the run needs does not load.
     """
-    from grpo_mega.cli.preflight.precision import environment
+    from grpo_mega.cli.checks.precision import environment
 
     gc.disable()
     try:

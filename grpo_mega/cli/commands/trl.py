@@ -102,7 +102,7 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     raw["model"]["path"] = str(model)
     if values.get("dtype") == "auto" and "dtype" not in raw["model"]:
         dtype = None
-        with suppress(OSError, ValueError, AttributeError):  # preflight reports the problem with the file
+        with suppress(OSError, ValueError, AttributeError):  # the checks report the problem with the file
             fields = read_json(model / "config.json")
             dtype = fields.get("dtype") or fields.get("torch_dtype")
         raw["model"]["dtype"] = "float32" if dtype == "float32" else "bfloat16"

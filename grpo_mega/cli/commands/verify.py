@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from grpo_mega.cli.commands.convert import check_workers
 from grpo_mega.cli.commands.options import InspectOptions, VerifyOptions
 from grpo_mega.errors import ConfigError, raise_all
-from grpo_mega.observe.progress import phase
+from grpo_mega.tracking.progress import phase
 
 if TYPE_CHECKING:
-    from grpo_mega.formats.detect import Checkpoint, FileDifference
+    from grpo_mega.checkpoint_io.detect import Checkpoint, FileDifference
 
 
 _SHOWN = 10  # largest number of names to print per kind
@@ -29,7 +29,7 @@ _SHOWN = 10  # largest number of names to print per kind
 
 def run(options: VerifyOptions) -> int:
     """Print the differences. Return 0 if there are none, 1 otherwise. Raise WeightMappingError for another folder."""
-    from grpo_mega.formats.detect import compare_checkpoints, find_checkpoint
+    from grpo_mega.checkpoint_io.detect import compare_checkpoints, find_checkpoint
 
     if options.logits:
         from grpo_mega.distributed.versions import installed_set
@@ -98,7 +98,7 @@ def compare_logits(a: Checkpoint, b: Checkpoint) -> bool:
 
 def run_inspect(options: InspectOptions) -> int:
     """Print the description. Raise WeightMappingError if PATH is no checkpoint, or damaged."""
-    from grpo_mega.formats.detect import describe
+    from grpo_mega.checkpoint_io.detect import describe
 
     description = describe(options.path, options.config)
     if options.is_json:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mega.checkpoint_io.detect import Checkpoint, find_checkpoint
+from grpo_mega.checkpoint_io.reader import open_reader
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.detect import Checkpoint, find_checkpoint
-from grpo_mega.formats.reader import open_reader
 from grpo_mega.processes import host_room, private_folder
 from grpo_mega.rollout.embedded.model import scale_attention
 from grpo_mega.text import filter_output
@@ -116,7 +116,7 @@ class _Recorded(defaultdict[str, list[Tensor]]):
 def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega import config as configs
     from grpo_mega.batching.pack import pack_mini_batches
-    from grpo_mega.formats.model import read_model_files
+    from grpo_mega.checkpoint_io.model import read_model_files
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy

@@ -9,13 +9,13 @@ from functools import cached_property
 from math import ceil, floor
 from typing import Any, Literal, NamedTuple
 
+from grpo_mega.checkpoint_io.slices import item_bytes
+from grpo_mega.cli.checks.machine import ASSUMED, Assumptions, Card, Machine
+from grpo_mega.cli.checks.model import Model
 from grpo_mega.cli.planner.state import unseen_pairs
-from grpo_mega.cli.preflight.machine import ASSUMED, Assumptions, Card, Machine
-from grpo_mega.cli.preflight.model import Model
 from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.distributed.kernels import length_multiple
-from grpo_mega.formats.slices import item_bytes
 from grpo_mega.weights.derived import adapter_family, sends_adapter
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, megatron_layout

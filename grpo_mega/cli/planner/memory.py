@@ -1,5 +1,4 @@
-"""Memory of a device by phase, in the order in which policy and engine take turns (run/colocation.py), and memory of a
-host.
+"""Device memory by phase, in the order in which policy and engine take turns (trainer/colocation.py), and host memory.
 
 Each phase is a list of figures and their sum. The gather of the optimizer's state for a checkpoint counts in the
 checkpoint phase.

@@ -1,6 +1,6 @@
 """A plan: whether a job will run, where its ranks are, how much memory it needs and how long a step takes.
 
-`Plan` takes a PlannedJob whose config breaks no rule (cli/preflight/findings.py). Everything else is arithmetic, done
+`Plan` takes a PlannedJob whose config breaks no rule (cli/checks/violations.py). Everything else is arithmetic, done
 when it is asked for. Other plans for the same job: all legal layouts, and single changes to the config.
 """
 
@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from grpo_mega import config as configs
+from grpo_mega.cli.checks import job_problems
 from grpo_mega.cli.planner.job import Figure, PlannedJob, total
 from grpo_mega.cli.planner.memory import (
     EngineMemory,
@@ -25,7 +26,6 @@ from grpo_mega.cli.planner.memory import (
 )
 from grpo_mega.cli.planner.state import State
 from grpo_mega.cli.planner.timing import Timing, timing
-from grpo_mega.cli.preflight import job_problems
 from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def free_gib(self) -> dict[str, float]:
-        """Return the memory that a trainer's device has left in each phase of observe/timers.FreeMemory."""
+        """Return the memory that a trainer's device has left in each phase of tracking/timers.FreeMemory."""
         phases = {
             "generation": ("sampling",),
             "asleep": ("asleep",),

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from grpo_mega.cli.checks import Violations
 from grpo_mega.cli.planner.job import Figure
 from grpo_mega.cli.planner.memory import PHASES
 from grpo_mega.cli.planner.plan import MARGIN, Option, Plan, first_changes
 from grpo_mega.cli.planner.state import elements_of
-from grpo_mega.cli.preflight import Findings
 from grpo_mega.weights.layout import MegatronLayout
 
 WIDTH, LABEL_WIDTH = 100, 26
@@ -93,7 +93,7 @@ def _time_remarks(plan: Plan) -> Iterator[str]:
         )
 
 
-def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
+def as_json(plan: Plan, violations: Violations, options: Sequence[Option] | None) -> dict[str, Any]:
     setup, layout = plan.setup, plan.setup.layout
     places = [(rank, layout.place(rank)) for rank in range(layout.world_size)]
     by_name = {f"memory, {phase}": [*parts, plan.worst.totals[phase]] for phase, parts in plan.worst.phases.items()}
@@ -109,7 +109,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "free_gib": {phase: round(free, 3) for phase, free in plan.free_gib.items()},
         "violations": [],
         "shortfalls": plan.shortfalls,
-        "notes": findings.notes,
+        "notes": violations.notes,
         "tokens_per_second_per_gpu": round(plan.timing.tokens_per_second_per_gpu, 3),
         "step_seconds": round(plan.timing.step, 3),
         "gpu": setup.card.name,
@@ -144,9 +144,9 @@ def _option_json(option: Option) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> str:
+def plan_text(plan: Plan, violations: Violations, options: Sequence[Option] | None) -> str:
     batch, *rest = map(_section_lines, sections(plan))
-    parts = [_verdict(plan), _wrapped(findings.notes, "note: "), _ranks_lines(plan), batch, _memory(plan), *rest]
+    parts = [_verdict(plan), _wrapped(violations.notes, "note: "), _ranks_lines(plan), batch, _memory(plan), *rest]
     changes = first_changes(plan)
     if changes or not plan.fits:
         detail = "no single change makes it fit; --suggest searches whole layouts"
@@ -163,11 +163,11 @@ def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None) 
     return text
 
 
-def refusal_text(findings: Findings) -> str:
+def refusal_text(violations: Violations) -> str:
     """Return the text for a config that breaks rules and therefore has no plan."""
-    count = len(findings.violations)
+    count = len(violations.violations)
     head = f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"
-    return "\n".join([head, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
+    return "\n".join([head, *_wrapped(violations.violations, "  - "), *_wrapped(violations.notes, "note: ")])
 
 
 def _section_lines(section: ReportSection) -> list[str]:

@@ -30,8 +30,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
+from grpo_mega.checkpoint_io.slices import item_bytes
 from grpo_mega.config import Config
-from grpo_mega.formats.slices import item_bytes
 from grpo_mega.weights.architecture import layer_weights
 from grpo_mega.weights.boxes import Block
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_blocks, hf_blocks, megatron_blocks

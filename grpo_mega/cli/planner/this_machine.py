@@ -1,6 +1,6 @@
-"""Plans for ranks on this machine's cores (`--gpu cpu`), and the findings that need the memory of this machine.
+"""Plans for ranks on this machine's cores (`--gpu cpu`), and the violations that need the memory of this machine.
 
-`find_all` is the list of every command for a job that runs here: the rules of cli/preflight/, and whether its ranks fit
+`find_all` is the list of every command for a job that runs here: the rules of cli/checks/, and whether its ranks fit
 into memory. An estimate may be off, so a job is refused only if it would not fit even with a fifth less. A job that
 needs more than is free gets a note.
 
@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_mega.cli.checks import Machine, Violations, job_problems, start_notes
+from grpo_mega.cli.checks import find_all as find_broken_rules
+from grpo_mega.cli.checks.machine import CARDS, CPU, CPU_ASSUMED, Card, CpuAssumptions
+from grpo_mega.cli.checks.model import Model, read_model, read_teachers
 from grpo_mega.cli.planner.job import PlannedJob, plan_on
 from grpo_mega.cli.planner.memory import host_memory
 from grpo_mega.cli.planner.plan import Plan
-from grpo_mega.cli.preflight import Findings, Machine, job_problems, start_notes
-from grpo_mega.cli.preflight import find_all as find_broken_rules
-from grpo_mega.cli.preflight.machine import CARDS, CPU, CPU_ASSUMED, Card, CpuAssumptions
-from grpo_mega.cli.preflight.model import Model, read_model, read_teachers
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import num_cores
@@ -32,7 +32,7 @@ from grpo_mega.processes import GIB, HostRoom, host_room
 from grpo_mega.weights.architecture import experts_per_token
 from grpo_mega.weights.spec import ModelShape
 
-MEMORY = "memory"  # start of the findings on memory
+MEMORY = "memory"  # start of the violations on memory
 SURELY_TOO_MUCH = 1.25  # share of the machine's memory; estimates may be 25% too high
 MOST_ROWS = 2048  # largest number of rows in the measured product
 SECONDS_TO_MEASURE = 120.0
@@ -72,26 +72,26 @@ class Rates:
     call_s: float = 0.0  # seconds of a call of a small operation
 
 
-def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] = read_model) -> Findings:
+def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] = read_model) -> Violations:
     """Return everything wrong with a job that runs here: broken rules, and too little memory."""
-    findings = find_broken_rules(config, machine, read)
-    findings.notes += start_notes(config)
-    model = findings.model
+    violations = find_broken_rules(config, machine, read)
+    violations.notes += start_notes(config)
+    model = violations.model
     if model is None or any(job_problems(config, model.shape, machine)):
-        return findings  # there are no ranks to count the memory of
+        return violations  # there are no ranks to count the memory of
     room, is_cpu = host_room(), not uses_gpu(config.device, os.environ)
     # Without a GPU the card's rates do not matter; with one, host memory does not depend on the card.
     setup = plan_here(config, model, machine, Rates()) if is_cpu else plan_on(CARDS["h100"], config, model, machine)
     setup = replace(setup, teachers=read_teachers(config, []))
     peak = host_memory(setup).peak
     if is_cpu and peak > SURELY_TOO_MUCH * room.total:
-        findings.take([f"{MEMORY}: {Plan(setup).host_shortfall}"])
+        violations.take([f"{MEMORY}: {Plan(setup).host_shortfall}"])
     elif peak > room.available:
-        findings.notes.append(
+        violations.notes.append(
             f"{MEMORY}: the ranks of this machine may need {peak.gib:.1f} GiB, but {room.available / GIB:.1f} of"
             f" {room.total / GIB:.1f} are free in {room.limit}; the kernel kills a rank if memory runs out"
         )
-    return findings
+    return violations
 
 
 def free_on_gpu(

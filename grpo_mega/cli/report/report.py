@@ -28,8 +28,6 @@ from typing import Any, TypeVar
 from grpo_mega import config as configs
 from grpo_mega.config.base import MAX_COUNT
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.curves import Curves, by_step, curves
-from grpo_mega.observe.rules import findings
 from grpo_mega.paths import (
     CONFIG_FILE,
     EXPERTS_FILE,
@@ -44,6 +42,8 @@ from grpo_mega.paths import (
     write_atomically,
 )
 from grpo_mega.text import as_text, parse_json_line, read_json_lines, read_lines, well_formed
+from grpo_mega.tracking.curves import Curves, by_step, curves
+from grpo_mega.tracking.rules import find_warnings
 from grpo_mega.yaml_text import parse_yaml
 
 PAGE = Path(__file__).with_name("page")
@@ -120,7 +120,9 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
     is_live = not is_over and is_held(run_dir / LOCK_FILE)
     signs: list[list[Any]] = []
     with suppress(*_DAMAGED):
-        signs = [[one.when, one.text, one.steps[-1] == done] for one in findings(by_step(found), configs.leaves(raw))]
+        signs = [
+            [one.when, one.text, one.steps[-1] == done] for one in find_warnings(by_step(found), configs.leaves(raw))
+        ]
     if num_bad:
         signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out", False])
     starts: list[Record] = []

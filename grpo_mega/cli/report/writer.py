@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_mega.cli.report.report import write_report
-from grpo_mega.observe.writers import Writer
 from grpo_mega.paths import REPORT_FILE
+from grpo_mega.tracking.writers import Writer
 from grpo_mega.types import StepMetrics
 
 

@@ -30,9 +30,9 @@ from grpo_mega.distributed.rendezvous import EngineRanks, Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Engine, Receiver, RolloutRequest, Schedule, schedule_of
 from grpo_mega.rollout.sglang.buckets import AdapterUpdate, DeviceBuckets, HostBuckets, padded, parameters, payload
+from grpo_mega.rollout.sglang.client import ServerClient
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
 from grpo_mega.rollout.sglang.server import EngineSettings, Server
-from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.rollout.sglang.turns import Turns, samples_of
 from grpo_mega.types import Group
 from grpo_mega.weights.apply import Bucket, Entry
@@ -67,7 +67,7 @@ class SGLangEngine(Engine):
         self._num_loaded = 0
         self._checksums: list[Entry] = []
         self._differing: list[str] = []  # differences in FP8 blocks that the server has reported, only on the leader
-        self._session: Session | None = None  # only on the leader, once the server is ready
+        self._session: ServerClient | None = None  # only on the leader, once the server is ready
         self._is_cold = True  # the server has not finished a phase since its start
         self._adapter: AdapterUpdate | None = None
         if settings.lora is not None:
@@ -82,7 +82,7 @@ class SGLangEngine(Engine):
         """Wait for the server's start. Raise EngineError on the leader if it fails. A second call does nothing."""
         if self._server and self._session is None:
             self._server.wait_until_healthy()
-            self._session = Session(
+            self._session = ServerClient(
                 self._server.url,
                 self._server.headers,
                 num_connections=self._rollout.max_concurrent,
@@ -152,7 +152,7 @@ class SGLangEngine(Engine):
         return schedule.finish()
 
     def _run_phase(
-        self, request: RolloutRequest, schedule: Schedule, source: Session | Turns, server: Server, counter: str
+        self, request: RolloutRequest, schedule: Schedule, source: ServerClient | Turns, server: Server, counter: str
     ) -> None:
         """Generate until no group is left, the engine fails, or the phase stops."""
         phase, indices, has_more = f"generating in step {request.step}", list(request.groups), True
@@ -212,7 +212,7 @@ class SGLangEngine(Engine):
             self._fail(f"{server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
         return heard
 
-    def _abort(self, request: RolloutRequest, schedule: Schedule, source: Session | Turns) -> None:
+    def _abort(self, request: RolloutRequest, schedule: Schedule, source: ServerClient | Turns) -> None:
         """Abort the running samples and return them to the schedule with their tokens. Conversations lose theirs."""
         session, phase, started_at = self._session, f"aborting stragglers in step {request.step}", time.monotonic()
         assert session is not None
@@ -385,7 +385,7 @@ class SGLangEngine(Engine):
     def _flush_when_idle(self, phase: str) -> None:
         self._await(phase, self._start(lambda session: session.flush_cache_when_idle()))
 
-    def _start(self, call: Callable[[Session], Coroutine[Any, Any, Any]]) -> Future[Any] | None:
+    def _start(self, call: Callable[[ServerClient], Coroutine[Any, Any, Any]]) -> Future[Any] | None:
         """Start a call to the server. Return None if the server has failed before, or this rank is not the leader."""
         if self.failure is not None or self._session is None:
             return None

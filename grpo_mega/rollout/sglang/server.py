@@ -27,11 +27,11 @@ from grpo_mega.distributed.environment import CORES_VARIABLE, cuda_runtime_of_to
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.http_client import NoReply, send
-from grpo_mega.observe.progress import phase
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang import server_main
 from grpo_mega.rollout.sglang.buckets import ServedLora
+from grpo_mega.tracking.progress import phase
 from grpo_mega.weights.spec import BLOCK
 
 SECONDS_BETWEEN_LOOKS = 0.1

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, token_checksum
 from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
-from grpo_mega.rollout.sglang.session import Event, Session, sample_seed
+from grpo_mega.rollout.sglang.client import Event, ServerClient, sample_seed
 from grpo_mega.types import Sample
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def samples_of(request: RolloutRequest, session: Session) -> Iterator[Session | Turns]:
+def samples_of(request: RolloutRequest, session: ServerClient) -> Iterator[ServerClient | Turns]:
     """Yield the sample generator for a request: the session itself, or conversations using the session's turns.
 
     At the end no conversation runs.
@@ -44,7 +44,7 @@ def samples_of(request: RolloutRequest, session: Session) -> Iterator[Session | 
 
 
 class Turns:
-    def __init__(self, session: Session, conversations: Conversations, sampling: Sampling) -> None:
+    def __init__(self, session: ServerClient, conversations: Conversations, sampling: Sampling) -> None:
         self._session, self._conversations = session, conversations
         self._sampling = conversations.sampling = sampling
         self._running: dict[Key, Sample] = {}  # samples in running conversations

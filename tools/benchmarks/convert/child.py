@@ -64,7 +64,7 @@ def copy(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[]
 
 
 def ours(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[], dict[str, Any]]:
-    from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+    from grpo_mega.checkpoint_io.convert import convert_hf_to_mcore, convert_mcore_to_hf
 
     convert = convert_mcore_to_hf if is_back else convert_hf_to_mcore
 
@@ -79,7 +79,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     warnings.simplefilter("ignore")
     from transformers import AutoConfig
 
-    from grpo_mega.formats.model import read_model_files
+    from grpo_mega.checkpoint_io.model import read_model_files
     from grpo_mega.megatron import model as models
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.state import InProcessSave

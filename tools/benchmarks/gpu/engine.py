@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mega.checkpoint_io.model import ModelFiles
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.formats.model import ModelFiles
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.run.parts import build_engine, build_sync
+from grpo_mega.trainer.parts import build_engine, build_sync
 from grpo_mega.weights.checksum import checksum
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_shards

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from grpo_mega.cli.preflight.machine import CARDS
+from grpo_mega.cli.checks.machine import CARDS
 from grpo_mega.weights.spec import ModelShape
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from grpo_mega.observe.progress import FreeMemory
+from grpo_mega.tracking.progress import FreeMemory
 from grpo_mega.yaml_text import dump_yaml
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.engine import write_config

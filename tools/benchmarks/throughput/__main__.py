@@ -43,14 +43,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 
 from grpo_mega import config as configs
 from grpo_mega import paths
-from grpo_mega.cli import preflight
-from grpo_mega.cli.preflight.machine import CARDS
+from grpo_mega.cli import checks
+from grpo_mega.cli.checks.machine import CARDS
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import user_path
-from grpo_mega.run import folder as run_folder
+from grpo_mega.trainer import folder as run_folder
 from tools.benchmarks import harness
 from tools.benchmarks.throughput import result as results
 from tools.benchmarks.throughput import synthetic
@@ -127,7 +127,7 @@ def settled(config: Config, options: argparse.Namespace) -> Config:
     raw["log"] |= {"progress": False, "wandb": False, "profile": None, "report_interval": 0}
     if options.synthetic is not None:
         raw["rollout"] = synthetic.settings(config)
-    return preflight.resolve_dtype(configs.validate(raw), uses_gpu(config.device, os.environ))[0]
+    return checks.resolve_dtype(configs.validate(raw), uses_gpu(config.device, os.environ))[0]
 
 
 def write_task(folder: Path) -> None:
@@ -153,12 +153,12 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
     is_rank = "RANK" in os.environ
     if config.rollout.is_separate:
         raise ConfigError("rollout.placement=separate: must be colocated here; train, and read seconds/step")
-    preflight.check_config(config, preflight.this_machine(config.layout, os.environ if is_rank else None))
+    checks.check_config(config, checks.this_machine(config.layout, os.environ if is_rank else None))
     if config.run_dir.exists():
         raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
     code = EXIT_USER_ERROR
     try:
-        with run_folder.claim(config, resume=False, command=["bench_throughput", *argv]):
+        with run_folder.lock_run_dir(config, resume=False, command=["bench_throughput", *argv]):
             if is_rank:
                 code = measure(config, options)
             elif config.layout.world_size == 1:
@@ -189,7 +189,7 @@ def started(config: Config, argv: Sequence[str]) -> int:
 
 def measure(config: Config, options: argparse.Namespace) -> int:
     """Measure as one rank and return the exit code. Rank 0 writes the measurements of all ranks to the run's folder."""
-    from grpo_mega.cli.preflight.precision import environment
+    from grpo_mega.cli.checks.precision import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)

@@ -17,20 +17,20 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from grpo_mega.checkpoint_io.model import read_tokenizer
+from grpo_mega.cli.checks.model import read_model
 from grpo_mega.cli.planner.this_machine import free_on_gpu
-from grpo_mega.cli.preflight.model import read_model
 from grpo_mega.cli.report.writer import ReportWriter
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.formats.model import read_tokenizer
 from grpo_mega.megatron.compat import transfer_class
-from grpo_mega.observe.progress import Timers
-from grpo_mega.observe.run_log import Hooks
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.run.job import Job, open_job
-from grpo_mega.run.parts import ranks_per_node
+from grpo_mega.tracking.progress import Timers
+from grpo_mega.tracking.run_log import Hooks
 from grpo_mega.train import train_step
+from grpo_mega.trainer.job import Job, open_job
+from grpo_mega.trainer.parts import ranks_per_node
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape

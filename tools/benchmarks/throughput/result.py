@@ -4,7 +4,7 @@ The time of a row in a step is its mean over the ranks. `seconds` is the mean of
 to the step, and a checkpoint every other step counts half. `median`, `low` and `high` are their median and quartiles.
 `slowest_rank` is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases.
 
-For a known card, MFU and the plan use the card's figures (cli/preflight/machine.py). Otherwise they use the rates that
+For a known card, MFU and the plan use the card's figures (cli/checks/machine.py). Otherwise they use the rates that
 the same run measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little. This
 module does not import torch.
 """
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_mega.cli.checks.machine import CARDS, Card, card_of
+from grpo_mega.cli.checks.model import read_model
 from grpo_mega.cli.planner.job import PlannedJob
 from grpo_mega.cli.planner.plan import Plan
-from grpo_mega.cli.preflight.machine import CARDS, Card, card_of
-from grpo_mega.cli.preflight.model import read_model
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import ConfigError, UserError
 from tools.benchmarks.gpu.models import peak_tflops
@@ -99,7 +99,7 @@ def problem(found: Mapping[str, Any]) -> str | None:
         if abs(found[name] - 1) > TOLERANCE:
             return (
                 f"{what} sum to {found[name]:.1%} of the step's wall time, not within {TOLERANCE:.0%} of it; "
-                "measure again on a quieter machine, and correct observe/progress.py if it stays so"
+                "measure again on a quieter machine, and correct tracking/progress.py if it stays so"
             )
     return None
 

@@ -11,9 +11,9 @@ import grpo_mega.megatron  # noqa: F401  # this import applies patches, so it mu
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.paths import METRICS_FILE
-from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
-from grpo_mega.run.job import Job, open_job
 from grpo_mega.train import train_step
+from grpo_mega.trainer.batches import assign_advantages, attach_logprobs, pack
+from grpo_mega.trainer.job import Job, open_job
 from grpo_mega.types import Group, Prompt, Sample
 from tools.benchmarks.vs_trl.contestant import Peak
 from tools.benchmarks.vs_trl.reward import reward

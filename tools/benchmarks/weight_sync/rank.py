@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from grpo_mega.rollout.engine import Engine as AnyEngine
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
-from grpo_mega.run.colocation import WeightSync
+from grpo_mega.trainer.colocation import WeightSync
 from grpo_mega.weights.apply import Bucket, Entry, load_shards, mismatched_tensors, write_entries
 from grpo_mega.weights.boxes import Box, Index, RankShards
 from grpo_mega.weights.families import family_of
