@@ -8,7 +8,7 @@
     stop             create it to stop after this step      trace/          from `train --profile STEPS`
     hf/              the trained policy, at the end         hang/           stacks of all ranks, if the run got stuck
 
-`lock_run_dir` is called before any rank starts. A folder is new, resumed with --resume, or refused; no two runs share it.
+`lock_run_dir` is called before any rank starts. A folder is new, resumed, or refused: no two runs share one.
 """
 
 import fcntl
