@@ -219,7 +219,7 @@ def test_a_section_of_a_recipe_keeps_keys_that_are_not_given(tmp_path: Path) -> 
             "data={train: a, heldout: b, heldout_size: 3}",
             "data.heldout.path=b conflicts with data.heldout_size=3; give one of them",
         ),
-        ("data.train=[]", "data.train=[] is empty; name at least one data set"),
+        ("data.train=[]", "data.train=[] is empty; name at least one dataset"),
         ("data.train=[a, {path: a}]", "data.train names 'a' twice; give it once, with its total weight"),
         ("data.train=[{path: a, wait: 1}]", "unknown key 'data.train.0.wait'; did you mean 'weight'?"),
         ("data.train=[{weight: 1}]", "data.train.0.path is missing; it has no default"),

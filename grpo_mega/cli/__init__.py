@@ -134,7 +134,7 @@ def _in(module: str, function: str = "run") -> Callable[[Any], int]:
 
 
 COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
-    "init": (_in("init"), of.InitOptions, "write a first config for a model and a data set, with reasons"),
+    "init": (_in("init"), of.InitOptions, "write a first config for a model and a dataset, with reasons"),
     "sft": (_in("train", "run_sft"), of.SftOptions, "fine-tune on demonstrations (SFT) with a YAML config"),
     "train": (_in("train"), of.TrainOptions, "train with a YAML config"),
     "grpo": (

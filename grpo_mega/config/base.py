@@ -122,7 +122,7 @@ class Section(BaseModel):
     """Strict: a value must have its key's type. Only an int may replace a float. Every key has a description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-    is_text_too: ClassVar[bool] = False  # True if text may replace the section, such as a data set's path
+    is_text_too: ClassVar[bool] = False  # True if text may replace the section, such as a dataset's path
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -35,7 +35,7 @@ _PASS_RATES = "data.pass_rates, the file of pass rates; write it with grpo-mega 
 
 
 class DataSource(Section):
-    """One data set; data/rows.py describes the forms of a path. In YAML a plain path may replace it."""
+    """One dataset; data/rows.py describes the forms of a path. In YAML a plain path may replace it."""
 
     is_text_too: ClassVar[bool] = True
 
@@ -43,10 +43,10 @@ class DataSource(Section):
         description="A .jsonl, .json or .parquet file, a folder of such files, or hub:owner/name[:config][@split]."
     )
     prompt_column: str | None = Field(
-        default=None, description="Column of the prompts in this data set. None uses data.prompt_column."
+        default=None, description="Column of the prompts in this dataset. None uses data.prompt_column."
     )
     answer_column: str | None = Field(
-        default=None, description="Column of the gold answers in this data set. None uses data.answer_column."
+        default=None, description="Column of the gold answers in this dataset. None uses data.answer_column."
     )
 
     @field_validator("path")
@@ -63,7 +63,7 @@ class DataSource(Section):
 
 class TrainSource(DataSource):
     weight: PositiveFloat = Field(
-        default=1.0, description="Weight of this data set. Its share of every step is weight / sum of all weights."
+        default=1.0, description="Weight of this dataset. Its share of every step is weight / sum of all weights."
     )
 
 
@@ -184,7 +184,7 @@ class DataConfig(Section):
     def _problems(self) -> Iterator[str]:
         paths = [source.path for source in self.train]
         if not paths:
-            yield "data.train=[] is empty; name at least one data set"
+            yield "data.train=[] is empty; name at least one dataset"
         for path in paths:
             if paths.count(path) > 1:
                 yield f"data.train names {path!r} twice; give it once, with its total weight"

@@ -289,7 +289,7 @@ class Config(Section):
     layout: LayoutConfig = free(
         default=LayoutConfig(), description="How ranks share the model, the sequences and the data."
     )
-    data: DataConfig = Field(description="Data sets and their columns.")
+    data: DataConfig = Field(description="Datasets and their columns.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="How responses are generated.")
     sync: SyncConfig = free(default=SyncConfig(), description="The transfer of weights from the trainer to the engine.")
     algorithm: AlgorithmConfig = Field(

@@ -1,4 +1,4 @@
-"""Data sets of prompts, and the order in which a run draws them.
+"""Datasets of prompts, and the order in which a run draws them.
 
 rows.py reads rows from files, folders and the hub, and turns them into messages and gold answers. load.py renders and
 tokenises the sets (chat.py handles chat templates), splits off held-out prompts, drops prompts that are too easy or too

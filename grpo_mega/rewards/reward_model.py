@@ -96,7 +96,7 @@ class RewardServer(Section):
     # that has it; the last number of its reply is the reward. With the default template it must be a score of 0 to 10.
     api: Literal["classify", "score", "chat"] = "classify"
     model: str = ""  # name of the model at the server, if the server needs one
-    template: str = ""  # text to send, with {prompt}, {response}, {answer} and {column} of the data set
+    template: str = ""  # text to send, with {prompt}, {response}, {answer} and {column} of the dataset
     # True: reward each step by scoring the response up to the end of the step (chat: one request per step).
     steps: bool = False
     step_splitter: str = "blank-lines"  # splitter that finds the step ends; default: rewards.step_splitter

@@ -260,7 +260,7 @@ class InputDigests(threading.Thread):
         return self._gathered
 
     def changes(self, recorded: Mapping[str, str]) -> list[str]:
-        """Return a line for each data set or teacher's file that differs from `recorded`.
+        """Return a line for each dataset or teacher's file that differs from `recorded`.
 
         Raise ResumeError if the model has changed.
         """

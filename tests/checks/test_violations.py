@@ -27,7 +27,7 @@ GPUS_PER_NODE = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and a data set that are in order."""
+    """A tokenizer and a dataset that are in order."""
     folder = tmp_path_factory.mktemp("run")
     make_tokenizer().save_pretrained(folder / "model", save_jinja_files=False)
     rows = [json.dumps({"prompt": f"{i}", "answer": "1"}) for i in range(64)]

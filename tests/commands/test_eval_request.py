@@ -214,7 +214,7 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
         ({"out": Path(__file__)}, "test_eval_request.py exists; name a file that does not"),
         (
             {"overrides": ["data.heldout=null"]},
-            "has no held-out prompts; name a data set by --data, or give --train-set",
+            "has no held-out prompts; name a dataset by --data, or give --train-set",
         ),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_target_that_is_neither_run_nor_config_is_a_one_line_error(config_file
     with pytest.raises(ConfigError, match=r"holds no config\.yaml; name the run_dir of a run, a config file"):
         make_request(EvalOptions(tmp_path))
     (tmp_path / "config.json").touch()
-    with pytest.raises(ConfigError, match="is a model without a run; name a data set by --data, or give --prompt"):
+    with pytest.raises(ConfigError, match="is a model without a run; name a dataset by --data, or give --prompt"):
         make_request(EvalOptions(tmp_path))
     with pytest.raises(ConfigError, match=r"--step 2 is an option for a run, but .*c\.yaml is none; name its folder"):
         make_request(EvalOptions(config_file, step=2))

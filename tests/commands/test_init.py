@@ -1,4 +1,4 @@
-"""`grpo-mega init`: a first config for a model and a data set, with the reason for every value."""
+"""`grpo-mega init`: a first config for a model and a dataset, with the reason for every value."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to a folder with the model and data sets in several formats, on a machine without a GPU."""
+    """Change to a folder with the model and datasets in several formats, on a machine without a GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "tiny").symlink_to(tiny)

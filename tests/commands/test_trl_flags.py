@@ -42,7 +42,7 @@ NOT_TRLS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to a working folder with a model folder and a data set of 100 training rows and a test split."""
+    """Change to a working folder with a model folder and a dataset of 100 training rows and a test split."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text('{"model_type": "qwen2", "dtype": "float32"}')
     (tmp_path / "math_dataset").mkdir()

@@ -42,7 +42,7 @@ THOUGHTS = [("user", "q"), ("assistant", "<think>\nt\n</think>\na"), ("user", "r
 def load(
     folder: Path, row: dict[str, Any], template: str = "", tokenizer: Any = None, **settings: Any
 ) -> Demonstration:
-    """Return the only row of a data set."""
+    """Return the only row of a dataset."""
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     tokenizer = tokenizer or make_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template

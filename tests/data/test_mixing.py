@@ -1,4 +1,4 @@
-"""Several data sets: shares per step, order, ids and held-out prompts depend only on the data and the seed."""
+"""Several datasets: shares per step, order, ids and held-out prompts depend only on the data and the seed."""
 
 import itertools
 import json
@@ -187,7 +187,7 @@ def test_all_rows_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_digests_depend_on_the_rows_and_not_on_their_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A JSONL file, Parquet and a hub data set have equal digests. Changed answers, extras, order or sizes change
+    """A JSONL file, Parquet and a hub dataset have equal digests. Changed answers, extras, order or sizes change
     them.
     """
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ SOLVED = [0, 1, 4, 8, None, 7, 8]  # correct samples of 8, per prompt; None if t
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write two data sets, a.jsonl with five prompts and b.jsonl with three, and rates.jsonl without the last
+    """Write two datasets, a.jsonl with five prompts and b.jsonl with three, and rates.jsonl without the last
     prompt.
     """
     texts = [f"q{i}" for i in range(8)]

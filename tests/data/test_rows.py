@@ -1,4 +1,4 @@
-"""Rows of real data sets: numbers of every type, nested columns as in verl's files, and message content in parts."""
+"""Rows of real datasets: numbers of every type, nested columns as in verl's files, and message content in parts."""
 
 import json
 import math

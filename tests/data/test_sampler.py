@@ -1,4 +1,4 @@
-"""Sampler over one data set: only (seed, step) decides the prompts of a step."""
+"""Sampler over one dataset: only (seed, step) decides the prompts of a step."""
 
 import hashlib
 import itertools

@@ -54,7 +54,7 @@ def decode(name: str, ids: Any) -> str:
 
 
 def prompt_of(name: str, content: str = "hello", number: int = 7, **columns: Any) -> Prompt:
-    """Return a prompt with one user message, as a data set has it."""
+    """Return a prompt with one user message, as a dataset has it."""
     text = tokenizer_of(name).apply_chat_template([user(content)], tokenize=False, add_generation_prompt=True)
     return Prompt(number, text, tuple(encode(name, text)), "4", extras=columns, raw_columns={"prompts": content})
 

@@ -28,7 +28,7 @@ EXTRACTED = [
     (r"\boxed{}", None),
     ("She has 9 * 2 = $<<9*2=18>>18.\n#### 18", "18"),
     ("#### 5\n#### 6 apples\nmore 7", "6 apples"),
-    # bare answers, as in the answer column of a data set
+    # bare answers, as in the answer column of a dataset
     ("x^2+1", "x^2+1"),
     ("Friday", "Friday"),
     ("no solution", "no solution"),

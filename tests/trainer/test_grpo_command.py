@@ -48,7 +48,7 @@ def share_of_digits(completions, question, solution, prompts, completion_ids, **
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a working folder that holds the model and the data set of the seed's command: an untrained model, and
+    """Return a working folder that holds the model and the dataset of the seed's command: an untrained model, and
     sums.
     """
     folder = tmp_path_factory.mktemp("grpo")

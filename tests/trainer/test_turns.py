@@ -157,7 +157,7 @@ def test_long_prompts_of_a_small_data_set_keep_their_share(num_prompts: int, per
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_engines_that_run_ahead_keep_every_turn(max_staleness: int) -> None:
-    """Several steps are in progress, with more groups than the data set has prompts."""
+    """Several steps are in progress, with more groups than the dataset has prompts."""
     job = make_job((8,), 4, placement="separate", engine="sglang", max_staleness=max_staleness)
     trained: Counter[int] = Counter()
     for step in range(STEPS):
@@ -168,7 +168,7 @@ def test_engines_that_run_ahead_keep_every_turn(max_staleness: int) -> None:
 
 @pytest.mark.parametrize("rollout", [{}, {"oversample": 1.5}, PARTIAL])
 def test_dynamic_sampling_defers_prompts_that_the_step_has_seen(rollout: dict[str, Any]) -> None:
-    """Two of three groups are replaced, so most steps draw more prompts than the data set has."""
+    """Two of three groups are replaced, so most steps draw more prompts than the dataset has."""
     job = make_job((9,), 4, **rollout, algorithm={"dynamic_sampling_tries": 3})
     job.rollouts.equal_share = 2 / 3  # type: ignore[attr-defined]
     started: Counter[int] = Counter()

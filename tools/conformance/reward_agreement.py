@@ -31,7 +31,7 @@ CORPUS = Path(__file__).resolve().parents[2] / "tests" / "rewards" / "corpus.jso
 
 @dataclass(frozen=True)
 class Row:
-    source: str  # the data set or model family whose style the row has
+    source: str  # the dataset or model family whose style the row has
     family: str  # the special feature of the row
     gold: str
     response: str

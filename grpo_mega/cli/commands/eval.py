@@ -201,7 +201,7 @@ def _config_of_model(options: EvalOptions) -> Config:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds no {CONFIG_FILE}; name the run_dir of a run, a config file, or a model")
     if options.data is None:
-        raise ConfigError(f"{folder} is a model without a run; name a data set by --data, or give --prompt")
+        raise ConfigError(f"{folder} is a model without a run; name a dataset by --data, or give --prompt")
     with suppress(OSError, ValueError, TypeError, LookupError):  # such a model is refused later
         positions = int(read_json(folder / "config.json")["max_position_embeddings"])
     response = options.max_response_length or min(MAX_RESPONSE_LENGTH, positions // 2)
@@ -268,7 +268,7 @@ def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> t
         data |= {"heldout_size": None, "heldout_fraction": None}
         return tuple(sources), "held-out prompts" if options.data is None else f"prompts of {options.data}"
     if data["heldout_size"] is None and data["heldout_fraction"] is None:
-        raise ConfigError(f"{options.target} has no held-out prompts; name a data set by --data, or give --train-set")
+        raise ConfigError(f"{options.target} has no held-out prompts; name a dataset by --data, or give --train-set")
     return None, "held-out prompts"
 
 

@@ -150,7 +150,7 @@ def _lines(setting: Setting, indent: str) -> Iterator[str]:
 
 
 def _known_settings(options: InitOptions) -> Iterator[Setting]:
-    """Yield the run's folder, the model, the rewards, and the data sets and their columns.
+    """Yield the run's folder, the model, the rewards, and the datasets and their columns.
 
     Raise ConfigError if the data is empty or has no usual columns.
     """
@@ -170,7 +170,7 @@ def _known_settings(options: InitOptions) -> Iterator[Setting]:
     yield Setting("rewards.functions", functions, why)
     first = next(iter(read_rows(options.data)), None)
     if first is None:
-        raise ConfigError(f"data set {options.data} is empty; it needs one row per prompt")
+        raise ConfigError(f"dataset {options.data} is empty; it needs one row per prompt")
     try:
         prompt, answer = find_columns(first, options.prompt_column, options.answer_column)
     except ConfigError as error:
@@ -248,7 +248,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DataTokens:
-    """Lengths in tokens of a data set's different prompts, as rendered, and of its gold answers."""
+    """Lengths in tokens of a dataset's different prompts, as rendered, and of its gold answers."""
 
     prompts: Sequence[int]
     answers: Sequence[int]

@@ -181,7 +181,7 @@ class EvalOptions:
     overrides: Sequence[str] = overrides()
     step: int | None = flag("the run's checkpoint after this step; default: the latest")
     model: Path | None = flag("checkpoint folder to evaluate in place of the run's", "FOLDER")
-    data: str | None = flag("data set in place of the config's held-out prompts", "PATH")
+    data: str | None = flag("dataset in place of the config's held-out prompts", "PATH")
     prompt: str | None = flag("text of a user message to answer", "TEXT")
     answer: str | None = flag("gold answer of --prompt, for its rewards", "TEXT")
     train_set: bool = switch("answer data.train; --out of eval is then a file for data.pass_rates")

@@ -143,7 +143,7 @@ def find_data(name: str, config: str | None, split: str | None) -> str:
     if not is_local:
         return f"hub:{name.removeprefix('hub:')}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
     if config is not None:
-        raise ConfigError(f"--dataset_config {config} is for data sets of the hub, but {name} is a path; leave it out")
+        raise ConfigError(f"--dataset_config {config} is for datasets of the hub, but {name} is a path; leave it out")
     if split is None:
         return str(path)
     if not path.is_dir():

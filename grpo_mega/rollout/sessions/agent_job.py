@@ -4,7 +4,7 @@ The owner sends ("start", session id, base URL, key, prompt) and ("kill", sessio
 with one AgentResult. A thread watches the loop. If agent functions block the loop for longer than tool_timeout_s, the
 worker sends a text with the line that was running, and ends.
 
-An agent function gets `chat`, a client of the sample's endpoint, and `prompt`, the row of the data set:
+An agent function gets `chat`, a client of the sample's endpoint, and `prompt`, the row of the dataset:
 
     async def run(chat, prompt):
         message = await chat([*prompt.messages, {"role": "user", "content": "Guess."}], max_tokens=20)
