@@ -20,7 +20,7 @@ from grpo_mega.rollout.backlog import Backlog, gather_samples, pack_groups
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.routes import RouterSizes, cut, is_intact, parsed, with_routes_of
-from grpo_mega.rollout.sglang import session
+from grpo_mega.rollout.sglang import client
 from grpo_mega.trainer.batches import attach_routes, check_routes, share_live
 from grpo_mega.types import Group, PackedBatch, Prompt, Routes, Sample, Span
 from grpo_mega.weights.families import family_of
@@ -98,10 +98,10 @@ def answer(tokens: int, meta: dict[str, Any]) -> dict[str, Any]:
 )
 def test_experts_of_another_computation_than_the_log_probs_are_not_used(meta: dict[str, Any]) -> None:
     sampling = Sampling(4, 1.0, 9, frozenset(), with_routes=True)
-    first = session.extended(sample(0, 0, None), answer(4, {"routed_experts": encoded(experts(6))}), sampling, ROUTERS)
+    first = client.extended(sample(0, 0, None), answer(4, {"routed_experts": encoded(experts(6))}), sampling, ROUTERS)
     assert first.routes is not None and (first.routes.experts == experts(6)[:, 2:]).all()
     told = {name: v for name, v in ({"routed_experts": encoded(experts(9, seed=5))} | meta).items() if v is not None}
-    again = session.extended(first, answer(3, told), sampling, ROUTERS)
+    again = client.extended(first, answer(3, told), sampling, ROUTERS)
     assert again.routes is not None and (again.routes.experts[:6] == first.routes.experts).all()
     assert (again.routes.experts[6:] == 255).all() and len(again.routes.experts) == again.total_len - 1 == 9
     live = [share_live([one], OneRank()) for one in (again, sample(0, 7, None))]  # type: ignore[arg-type]

@@ -341,7 +341,7 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
 
 
 def is_by_adapter(expected: str | None, answer: dict[str, Any]) -> bool:
-    """Return True if the server computed all tokens in an answer using the adapter `name`. None: using the base.
+    """Return True if the server computed all tokens in an answer using the adapter `expected`. None: using the base.
 
     Return False if it does not tell, because the request was aborted in its queue. Raise EngineError otherwise.
     """
