@@ -70,7 +70,7 @@ def test_hybrid_layers_of_both_kinds_give_the_same_numbers(
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     found = numbers(device, dtype, family)
-    is_missing = gated_delta_net.chunk_gated_delta_rule is None
+    is_missing = device.is_cuda and gated_delta_net.chunk_gated_delta_rule is None  # an emulated card is a CPU
     assert any("pip install flash-linear-attention" in note for note in attention_notes) == is_missing
     use_local_layers(monkeypatch)
     assert any("A_log" in name for name in found)
