@@ -315,7 +315,7 @@ CASES = [
     Case("prompt a number", ("prompt=3", "correct or remove"), spoil=rows(GOOD | {"prompt": 3})),
     Case("not UTF-8", ("train.jsonl is not UTF-8", "write it as UTF-8"), spoil=write("train.jsonl", b'{"\xe9": 1}')),
     Case("Parquet damaged", ("t.parquet", "write it again"), ("data.train=DIR/t.parquet",), write("t.parquet", "PAR1")),
-    Case("hub name", ("'hub:a b'", "of the form hub:owner/name"), ("data.train=hub:a b",)),
+    Case("hub name", ("'hub:a b'", "the form hub:owner/name"), ("data.train=hub:a b",)),
     Case("too few prompts", ("prompts_per_step=9", "4 prompts", "use at most 4"), ("batch.prompts_per_step=9",)),
     Case(
         "too few to oversample",
@@ -477,7 +477,7 @@ def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
 def test_the_checks_before_the_ranks_start_import_no_torch(folder: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom grpo_mega import config\nfrom grpo_mega.cli import checks\n"
-        "c = config.load(Path('config.yaml'))\npreflight.check_config(c, checks.this_machine(c.layout))\n"
+        "c = config.load(Path('config.yaml'))\nchecks.check_config(c, checks.this_machine(c.layout))\n"
         "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
