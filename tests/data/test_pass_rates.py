@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.config import RolloutConfig
+from grpo_mega.config import RolloutConfig, validate
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import RunData, load_data
 from grpo_mega.data.load import IDS_PER_SET, check_data, text_hash
@@ -131,7 +131,7 @@ def test_a_file_without_rates_is_an_error_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({}, r"data\.pass_rates=.* needs a limit; set data\.min_pass_rate"),
+        ({}, r"data\.pass_rates=.* needs data\.min_pass_rate or data\.max_pass_rate"),
         ({"pass_rates": None, "max_pass_rate": 0.9}, r"data\.max_pass_rate=0\.9 needs data\.pass_rates"),
         (
             {"min_pass_rate": 0.9, "max_pass_rate": 0.1},
@@ -140,5 +140,6 @@ def test_a_file_without_rates_is_an_error_before_anything_is_loaded(
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(folder: Path, settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        config(folder, **settings)
+    data = {"train": str(folder / "a.jsonl"), "pass_rates": str(folder / "rates.jsonl"), **settings}
+    with pytest.raises(ConfigError, match=problem):
+        validate({"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": data})

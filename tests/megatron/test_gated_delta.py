@@ -191,7 +191,8 @@ def test_a_gpu_without_flas_kernels_is_noted_in_the_log(
     monkeypatch.setattr(model, "uses_transformer_engine", lambda _: False)
     monkeypatch.setattr(model, "transformer_config", {}.__getitem__)  # fails, so nothing is built for CUDA
     monkeypatch.setattr(gated_delta_net, "chunk_gated_delta_rule", None)
-    arguments: Any = (policy._shape, None, None, None, SimpleNamespace(device=SimpleNamespace(is_cuda=is_cuda)))
+    runtime = SimpleNamespace(device=SimpleNamespace(is_cuda=is_cuda))
+    arguments: Any = (policy._shape, None, None, None, None, None, runtime)
     with pytest.raises(TypeError):
         model.build_chunks(*arguments)
     assert [*notes] == [

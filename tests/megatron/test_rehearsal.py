@@ -277,7 +277,7 @@ def test_training_starts_at_the_legal_tensor_parallel_sizes_only() -> None:
         lines.append(json.dumps(request | {"num_batches": 1, "num_tokens": 32, "segment": 16}))
         legal.append(not list(megatron_layout_problems(ModelShape.from_hf_config(fields), setup.layout)))
     result = subprocess.run(
-        [sys.executable, "-c", START], input="\n".join(lines), capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", START], input="\n".join(lines), capture_output=True, text=True, timeout=900
     )
     found = result.stdout.splitlines()
     assert len(found) == len(cases), result.stderr

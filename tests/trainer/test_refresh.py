@@ -123,9 +123,12 @@ def test_a_server_that_is_gone_after_the_command_ends_the_run(tmp_path: Path) ->
         ),
         (
             {"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}},
-            "with precision.fp8_parameters; leave one out",
+            "with precision.fp8_parameters=true; leave ref_model_sync_steps out",
         ),
-        ({"algorithm": {}, "rewards": {"refresh_command": "true"}}, "set algorithm.ref_model_sync_steps"),
+        (
+            {"algorithm": {}, "rewards": {"refresh_command": "true"}},
+            "needs algorithm.ref_model_sync_steps, iterations to run between",
+        ),
         ({"data": {"train": "t", "replay_fraction": 0.2}}, "data.replay_fraction=0.2 needs rewards.refresh_command"),
     ],
 )
