@@ -16,7 +16,7 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 INTERVAL = 60.0  # seconds between lines
 SLOW = ("sglang", "distributed", "waiting", "pool")  # marks, slowest first
 SHARED_SERVER = frozenset(
-    f"tests/sglang/test_{name}.py" for name in ("client", "conversations", "generation", "server_life")
+    f"tests/sglang/test_{name}.py" for name in ("conversations", "generation", "server_life", "sglang_client")
 )
 
 
