@@ -279,7 +279,8 @@ def test_training_starts_at_the_legal_tensor_parallel_sizes_only() -> None:
     result = subprocess.run(
         [sys.executable, "-c", START], input="\n".join(lines), capture_output=True, text=True, timeout=900
     )
-    found = result.stdout.splitlines()
+    # A slow machine prints progress, too.
+    found = [line for line in result.stdout.splitlines() if line == "starts" or "Error(" in line]
     assert len(found) == len(cases), result.stderr
     assert [line == "starts" for line in found] == legal, list(zip(cases, found, strict=True))
     assert dict(zip(cases, legal, strict=True))[6, 2, 12, 6] and not dict(zip(cases, legal, strict=True))[6, 2, 8, 6]
